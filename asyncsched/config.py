@@ -1,0 +1,135 @@
+"""Everything tunable about an engine, in one frozen dataclass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from .errors import ConfigError
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of an engine. Immutable; see each group.
+
+    Model:
+        model: ``"smollm2-135m"`` (the packaged default), a folder, a ``.gguf`` file, or a hub name
+            ``"org/name"`` (found through the hub cache; honours ``HF_HOME`` and ``HF_HUB_OFFLINE``).
+        revision: Branch, tag or commit for a hub name.
+        load_format: ``"auto"``, ``"safetensors"``, ``"gguf"``, or ``"dummy"`` (random weights, needs
+            only the configuration file).
+        dtype: ``"auto"`` (the checkpoint's, bf16 for GGUF), ``"bfloat16"`` or ``"float32"``.
+        device: ``"auto"``, or the name of an installed backend (``"cpu"``).
+        max_model_len: Longest prompt + output in tokens; ``None`` is the model's own.
+
+    Memory (at most one of ``pages``, ``pool_bytes``, ``pool_fraction``):
+        max_rows: Most requests running at once.
+        page_size: Tokens per page, a power of two.
+        pages: Pool size in pages.
+        pool_bytes: Pool size in bytes.
+        pool_fraction: Pool size as a share of the memory free after loading (0 … 1).
+
+    Steps:
+        depth: Steps that may be in flight; 0 is serial (for comparisons).
+        token_budget: Most tokens one step computes (decode and prefill together).
+        chunk_cap: Most prompt tokens of one request per step; ``None`` is the budget.
+        chunked_prefill: ``False`` computes each prompt in one piece.
+        prefix_cache: Reuse the pages of earlier prompts and answers.
+
+    Queue:
+        max_queued_requests, max_queued_tokens: Bounds on what waits; ``None`` is unbounded.
+        when_full: ``"refuse"`` raises ``QueueFullError``; ``"wait"`` holds the request outside.
+
+    Policies (names, dotted paths, ``{"name": …, option: …}``, or instances):
+        policy, eviction_policy, admission_policy.
+        strict_policies: Raise on a policy's mistake instead of falling back to arrival order.
+
+    Eviction:
+        low_watermark, high_watermark: When less than ``low`` of the pool is free, evict until
+            ``high`` is (shares of the pool).
+
+    Timing:
+        slow_step_seconds: A step longer than this is logged as a warning.
+        close_timeout: Seconds to wait for the compute thread on closing.
+    """
+
+    model: str = DEFAULT_MODEL
+    revision: str | None = None
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+
+    max_rows: int = 128
+    page_size: int = 32
+    pages: int | None = None
+    pool_bytes: int | None = None
+    pool_fraction: float | None = None
+
+    depth: int = 2
+    token_budget: int = 1024
+    chunk_cap: int | None = None
+    chunked_prefill: bool = True
+    prefix_cache: bool = True
+
+    max_queued_requests: int | None = None
+    max_queued_tokens: int | None = None
+    when_full: Literal["refuse", "wait"] = "refuse"
+
+    policy: Any = "fcfs"
+    eviction_policy: Any = "lru"
+    admission_policy: Any = None
+    strict_policies: bool = False
+
+    low_watermark: float = 0.02
+    high_watermark: float = 0.05
+
+    slow_step_seconds: float = 30.0
+    close_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("model is empty; pass a folder, a .gguf file or a hub name")
+        if self.load_format not in ("auto", "safetensors", "gguf", "dummy"):
+            raise ConfigError(f"load_format={self.load_format!r}: use auto, safetensors, gguf or dummy")
+        if self.dtype not in ("auto", "bfloat16", "float32"):
+            raise ConfigError(f"dtype={self.dtype!r}: use auto, bfloat16 or float32")
+        if self.when_full not in ("refuse", "wait"):
+            raise ConfigError(f"when_full={self.when_full!r}: use refuse or wait")
+        _at_least(self, 1, "max_rows", "page_size", "token_budget")
+        _at_least(self, 0, "depth")
+        for name in ("max_model_len", "pages", "pool_bytes", "chunk_cap", "max_queued_requests", "max_queued_tokens"):
+            if getattr(self, name) is not None:
+                _at_least(self, 1, name)
+        if self.page_size & (self.page_size - 1):
+            raise ConfigError(f"page_size={self.page_size} is not a power of two; use 1, 16, 32 …")
+        if sum(size is not None for size in (self.pages, self.pool_bytes, self.pool_fraction)) > 1:
+            raise ConfigError("give the pool's size once: pages, pool_bytes or pool_fraction")
+        if self.pool_fraction is not None and not 0.0 < self.pool_fraction <= 1.0:
+            raise ConfigError(f"pool_fraction={self.pool_fraction} is not in (0, 1]")
+        if not 0.0 <= self.low_watermark <= self.high_watermark < 1.0:
+            raise ConfigError("watermarks must satisfy 0 <= low <= high < 1")
+        if self.slow_step_seconds <= 0 or self.close_timeout <= 0:
+            raise ConfigError("slow_step_seconds and close_timeout must be positive")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """Build from keywords, naming the closest option when one is unknown."""
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                from difflib import get_close_matches
+
+                hint = get_close_matches(name, known, 1)
+                raise ConfigError(f"unknown engine option {name!r}" + (f"; did you mean {hint[0]!r}?" if hint else ""))
+        return cls(**options)
+
+
+def _at_least(config: EngineConfig, low: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ConfigError(f"{name}={value!r} must be a whole number of at least {low}")
