@@ -1,0 +1,372 @@
+"""The engine: starts the control tasks and the executor, and is what callers talk to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self, overload
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from .admission import Admission
+from .backend import Backend, load_backend
+from .bridge import Inbox, LoopBinding
+from .config import EngineConfig
+from .contract import ExecutorLimits, StepResult
+from .errors import (
+    ConfigError,
+    DuplicateRequestError,
+    EngineClosedError,
+    EngineDeadError,
+    EngineError,
+    InvalidParamsError,
+)
+from .events import EventBus, EventStream
+from .eviction import Evictor
+from .finish import Finisher
+from .planner import Planner
+from .policy_host import PolicyHost
+from .request import RequestOptions, Submission
+from .results import Result
+from .sampling_params import FIELD_NAMES, SamplingParams
+from .state import ControlState
+from .statistics import Statistics, snapshot
+from .stream import TokenStream
+from .tokenizer import Message, Tokenizer
+from .wakeup import Signal
+
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or chat messages."""
+
+_OPTION_NAMES = ("priority", "tenant", "deadline", "program_id", "hints", "cache_salt")
+
+
+class Engine:
+    """An inference engine inside the running event loop (asyncio or trio).
+
+    Use ``async with Engine(...)``, or ``await start()`` and ``await aclose()`` where a block does not
+    fit (notebooks). Every method belongs to the loop and thread the engine was started in; from
+    elsewhere use ``BlockingEngine``.
+
+    Args:
+        model: Shorthand for ``EngineConfig.model``.
+        config: All options at once; further keywords override it.
+        backend: An executor (and tokenizer) to use instead of loading the model, for tests and
+            simulations.
+        **options: Fields of ``EngineConfig``.
+
+    Raises:
+        ConfigError: an option is unknown or impossible.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, config: EngineConfig | None = None, backend: Backend | None = None, **options: Any
+    ) -> None:
+        if model is not None:
+            options["model"] = model
+        if config is None:
+            config = EngineConfig.from_options(options)
+        elif options:
+            try:
+                config = replace(config, **options)
+            except TypeError:
+                EngineConfig.from_options(options)  # says which option is unknown
+                raise
+        self.config = config
+        self._given = backend
+        self._run: _Run | None = None
+        self._starting = False
+        self._used_backend = False
+
+    # Life
+
+    async def start(self) -> Self:
+        """Load the model and start the control tasks.
+
+        Raises:
+            ModelError: the model cannot be found, read or run.
+            PolicyError: a policy cannot be loaded.
+            EngineError: already started.
+        """
+        if self._run is not None or self._starting:
+            raise EngineError("the engine is started already; use it, or close it first")
+        if self._given is not None and self._used_backend:
+            raise EngineError("the backend given to this engine was closed with it; make a new Engine")
+        self._starting = True
+        try:
+            policies = PolicyHost(self.config)
+            backend = self._given or await anyio.to_thread.run_sync(load_backend, self.config)
+            self._used_backend = True
+            run = _Run(self.config, backend, policies)
+            await run.start()
+            self._run = run
+        finally:
+            self._starting = False
+        return self
+
+    async def aclose(self) -> None:
+        """End every open request, stop the tasks, join the compute thread, free the memory. Idempotent."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.binding.check()
+            await run.close()
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        await self.aclose()
+
+    # Requests
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
+    ) -> TokenStream:
+        """Submit a request and return its stream at once.
+
+        Args:
+            prompt: Text, token ids, or chat messages (rendered with the model's template).
+            params: Sampling parameters; further keywords override single fields.
+            request_id: An id of your own, unique among live requests.
+            **options: Fields of ``SamplingParams`` and of ``RequestOptions``.
+
+        Raises:
+            InvalidRequestError: the request cannot be served as it is; the text says what to change.
+                What shows only after tokenising is raised from the stream instead.
+            QueueFullError: too much is waiting.
+            EngineClosedError, EngineDeadError, WrongLoopError: not now, or not from here.
+        """
+        run = self._running()
+        sampling, rest = _split(params, options)
+        submission = run.submit(prompt, sampling, rest, request_id)
+        return TokenStream(submission, run.abort, run.dropped.post)
+
+    @overload
+    async def generate(
+        self, prompt: str | Sequence[Message], params: SamplingParams | None = None, **options: Any
+    ) -> Result: ...
+    @overload
+    async def generate(self, prompt: Sequence[int], params: SamplingParams | None = None, **options: Any) -> Result: ...
+    @overload
+    async def generate(
+        self, prompt: Sequence[str] | Sequence[Sequence[int]], params: SamplingParams | None = None, **options: Any
+    ) -> list[Result]: ...
+    async def generate(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Result | list[Result]:
+        """The whole answer to one prompt, or the answers to a batch (a list of texts or of token lists), in order.
+
+        Raises as ``stream``; a failed request of a batch ends the others.
+        """
+        if not _is_batch(prompt):
+            async with self.stream(prompt, params, **options) as stream:
+                return await stream.result()
+        if "request_id" in options:
+            raise InvalidParamsError("request_id names one request; a batch cannot share it")
+        streams: list[TokenStream] = []
+        try:
+            for one in prompt:
+                streams.append(self.stream(one, params, **options))  # noqa: PERF401 - what was submitted must be closed
+            return [await stream.result() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.close()
+
+    async def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any) -> Result:
+        """The answer to a conversation, ``[{"role": "user", "content": "…"}, …]``.
+
+        Raises:
+            ChatTemplateError: the model has no chat template, or it refused the messages.
+        """
+        async with self.stream(messages, params, **options) as stream:
+            return await stream.result()
+
+    def abort(self, request_id: str) -> bool:
+        """End a request by its exact id; its reader gets what there is and finish reason ``abort``.
+
+        Returns False if no such request is live.
+        """
+        run = self._running()
+        submission = run.state.live.get(request_id)
+        if submission is None:
+            return False
+        run.abort(submission)
+        return True
+
+    # Looking at it
+
+    def statistics(self) -> Statistics:
+        """A snapshot in numbers."""
+        run = self._running()
+        return snapshot(run.state, run.admission.queued - len(run.state.waiting))
+
+    def events(self, capacity: int = 10_000) -> EventStream:
+        """What happens from now on, as an async iterator."""
+        return EventStream(self._running().events, capacity)
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        """Rows, pages and lengths of the running engine."""
+        return self._running().state.limits
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer."""
+        return self._running().backend.tokenizer
+
+    @property
+    def model_name(self) -> str:
+        """The model's name."""
+        return self._running().backend.model_name
+
+    def _running(self) -> _Run:
+        run = self._run
+        if run is None:
+            raise EngineClosedError("the engine is not running; use `async with Engine(...)` or `await engine.start()`")
+        run.binding.check()
+        return run
+
+
+class _Run:
+    """One life of an engine, from start to close. Loop thread only."""
+
+    def __init__(self, config: EngineConfig, backend: Backend, policies: PolicyHost) -> None:
+        self.config = config
+        self.backend = backend
+        self.binding = LoopBinding()
+        self.events = EventBus()
+        limits = backend.executor.limits
+        if config.low_watermark * limits.pages >= limits.pages:
+            raise ConfigError("low_watermark leaves no page to use")
+        self.state = ControlState(limits, policies, clock=anyio.current_time, events=self.events, prefix_cache=config.prefix_cache)
+        evict = Signal()
+        self.planner = Planner(self.state, backend.executor, config, evict)
+        self.evictor = Evictor(self.state, config, self.planner.evict, evict)
+        self.finisher = Finisher(self.state, self.planner, config, self._die)
+        self.admission = Admission(self.state, self.planner, config, backend.tokenizer)
+        self.dropped: Inbox[Submission] = Inbox(self.binding, self.abort)
+        self._log = structlog.get_logger("asyncsched.engine")
+        self._numbers = 0
+        self._dead: EngineDeadError | None = None
+        self._closing = anyio.Event()
+        self._ended = anyio.Event()
+        self._task: object = None
+
+    async def start(self) -> None:
+        """Start the executor and the tasks."""
+        results: Inbox[StepResult] = Inbox(self.binding, self.finisher.receive)
+        self.backend.executor.start(results.post)
+        self._task = self.binding.spawn(self._host, "asyncsched-engine")
+        limits = self.state.limits
+        self._log.debug("engine_started", model=self.backend.model_name, rows=limits.max_rows, pages=limits.pages)
+
+    def submit(self, prompt: Any, params: SamplingParams, options: RequestOptions, request_id: str | None) -> Submission:
+        """Register and queue a request: one step, no await, so that nothing can be cancelled in between."""
+        if self._dead is not None:
+            raise EngineDeadError(str(self._dead)) from self._dead.__cause__
+        if self._closing.is_set():
+            raise EngineClosedError("the engine is closing; no new requests")
+        self._numbers += 1
+        if request_id is None:
+            request_id = f"request-{self._numbers}"
+        if request_id in self.state.live:
+            raise DuplicateRequestError(f"request id {request_id!r} belongs to a live request; wait for it or choose another id")
+        submission = Submission(self._numbers, request_id, prompt, params, options, self.state.clock())
+        self.admission.submit(submission)
+        return submission
+
+    def abort(self, submission: Submission) -> None:
+        """Release whatever a submission still holds. Idempotent."""
+        if submission.ended:
+            return
+        if not submission.requests:
+            submission.cancelled = True
+            self.state.retire(submission)
+            submission.wake()
+            return
+        for request in submission.requests:
+            self.state.release(request, "abort")
+        self.planner.wake.set()
+
+    async def close(self) -> None:
+        """Stop everything. Shielded: a cancelled caller still gets its threads joined."""
+        self._fail_all(EngineClosedError("the engine was closed"))
+        self._closing.set()
+        with anyio.CancelScope(shield=True):
+            await self._ended.wait()
+
+    async def _host(self) -> None:
+        """Holds the control tasks; ends with the engine."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self.admission.run)
+                tasks.start_soon(self.planner.run)
+                tasks.start_soon(self.evictor.run)
+                tasks.start_soon(self.finisher.run)
+                await self._closing.wait()
+                tasks.cancel_scope.cancel()
+        except Exception as exc:
+            dead = EngineDeadError(f"a control task failed: {_root(exc)!r}")
+            dead.__cause__ = _root(exc)
+            self._die(dead)
+        finally:
+            self._closing.set()
+            self._fail_all(EngineClosedError("the engine was closed"))
+            self.events.close()
+            await self._close_executor()
+            self._ended.set()
+
+    async def _close_executor(self) -> None:
+        with anyio.CancelScope(shield=True), anyio.move_on_after(self.config.close_timeout) as scope:
+            await anyio.to_thread.run_sync(
+                self.backend.executor.close, limiter=anyio.CapacityLimiter(1), abandon_on_cancel=True
+            )
+        if scope.cancelled_caught:
+            self._log.error("compute_thread_stuck", seconds=self.config.close_timeout)
+
+    def _die(self, error: EngineDeadError) -> None:
+        """The engine is beyond repair: tell everyone once, with the cause."""
+        if self._dead is None:
+            self._dead = error
+            self._log.error("engine_dead", error=str(error))
+            self._fail_all(error)
+
+    def _fail_all(self, error: EngineError) -> None:
+        for submission in list(self.state.live.values()):
+            if not submission.requests:
+                submission.error = error
+                self.state.retire(submission)
+                submission.wake()
+            for request in submission.requests:
+                self.state.release(request, "error", error=error)
+
+
+def _split(params: SamplingParams | None, options: Mapping[str, Any]) -> tuple[SamplingParams, RequestOptions]:
+    """Sort keywords into sampling parameters and request options."""
+    sampling = {name: value for name, value in options.items() if name in FIELD_NAMES}
+    rest = {name: value for name, value in options.items() if name in _OPTION_NAMES}
+    unknown = [name for name in options if name not in sampling and name not in rest]
+    if unknown:
+        from difflib import get_close_matches
+
+        hint = get_close_matches(unknown[0], [*FIELD_NAMES, *_OPTION_NAMES], 1)
+        raise InvalidParamsError(f"unknown option {unknown[0]!r}" + (f"; did you mean {hint[0]!r}?" if hint else ""))
+    if params is None:
+        return SamplingParams(**sampling), RequestOptions(**rest)
+    return replace(params, **sampling) if sampling else params, RequestOptions(**rest)
+
+
+def _is_batch(prompt: Any) -> bool:
+    """A list of texts, of token lists, or of conversations."""
+    if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence) or not prompt:
+        return False
+    first = prompt[0]
+    return isinstance(first, str) or (isinstance(first, Sequence) and not isinstance(first, Mapping))
+
+
+def _root(exc: BaseException) -> BaseException:
+    """The first leaf of a group: what went wrong before everything else was cancelled."""
+    while isinstance(exc, BaseExceptionGroup):
+        exc = exc.exceptions[0]
+    return exc

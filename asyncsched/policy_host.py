@@ -1,0 +1,148 @@
+"""Asking the policies, and checking what they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from .errors import InvalidDecisionError
+from .policy import EngineView, PrefillBudget, StepReport
+
+if TYPE_CHECKING:
+    from .config import EngineConfig
+    from .radix import Node
+    from .request import Request
+
+from .registry import load_policy
+
+
+class PolicyHost:
+    """The three policies of an engine behind one guard. Loop thread only.
+
+    A hook that raises or answers outside its contract counts as a fault; the engine then does what
+    it would do without the policy (arrival order, the whole budget, least recently used), or, with
+    ``strict``, passes the error on.
+
+    Attributes:
+        faults: Mistakes so far, by hook.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.strict = config.strict_policies
+        self.faults: dict[str, int] = {}
+        self._log = structlog.get_logger("asyncsched.policy")
+        self.scheduling = load_policy(config.policy, "order")
+        self.eviction = load_policy(config.eviction_policy, "key")
+        self.admission = None if config.admission_policy is None else load_policy(config.admission_policy, "admit")
+        self._budget: Callable[[EngineView], PrefillBudget] | None = getattr(self.scheduling, "budget", None)
+        self._on_submit: Callable[[Any], None] | None = getattr(self.scheduling, "on_submit", None)
+        self._on_step: Callable[[StepReport], None] | None = getattr(self.scheduling, "on_step", None)
+        self._on_finish: Callable[[Any], None] | None = getattr(self.scheduling, "on_finish", None)
+
+    @property
+    def wants_steps(self) -> bool:
+        """True if the scheduling policy listens to step reports."""
+        return self._on_step is not None
+
+    def order(self, waiting: dict[int, Request], view: EngineView) -> Iterator[Request]:
+        """The waiting requests in the policy's order, pulled lazily; arrival order after a fault."""
+        requests = list(waiting.values())
+        seen: set[int] = set()
+        try:
+            answer: Iterable[Any] = self.scheduling.order([request.view for request in requests], view)
+            for chosen in answer:
+                number = getattr(chosen, "number", None)
+                request = waiting.get(number) if isinstance(number, int) else None
+                if request is None or request.view is not chosen or number in seen:
+                    if isinstance(number, int) and number not in seen and any(r.number == number for r in requests):
+                        continue  # it left the waiting set while the policy was being asked
+                    raise InvalidDecisionError(f"order() answered {chosen!r}, which is not one of the waiting requests")
+                seen.add(request.number)
+                yield request
+        except Exception as exc:
+            self._fault("order", exc)
+            for request in requests:
+                if request.number not in seen and request.number in waiting:
+                    yield request
+
+    def budget(self, view: EngineView, tokens: int, chunk: int) -> PrefillBudget:
+        """How much prefill this step may do: at most ``tokens`` in all, ``chunk`` of one request."""
+        if self._budget is None:
+            return PrefillBudget(tokens, chunk)
+        try:
+            answer = self._budget(view)
+            if not isinstance(answer, PrefillBudget) or answer.tokens < 0 or answer.chunk < 1:
+                raise InvalidDecisionError(f"budget() answered {answer!r}; need tokens >= 0 and chunk >= 1")
+        except Exception as exc:
+            self._fault("budget", exc)
+            return PrefillBudget(tokens, chunk)
+        return PrefillBudget(min(answer.tokens, tokens), min(answer.chunk, chunk))
+
+    def eviction_key(self, node: Node) -> tuple[int, Any]:
+        """The eviction policy's key for a prefix; least recently used after a fault.
+
+        The leading number keeps the two kinds of key from being compared with each other.
+        """
+        try:
+            key = self.eviction.key(node)
+            key < key  # noqa: B015 - a key that cannot be compared must fail here, not inside the heap
+        except Exception as exc:
+            self._fault("key", exc)
+            return 0, (node.last_used, -node.depth)
+        return 1, key
+
+    def admit(self, request: Request, view: EngineView) -> str | None:
+        """``None``, or why the admission policy refuses the request."""
+        if self.admission is None:
+            return None
+        try:
+            reason = self.admission.admit(request.view, view)
+            if reason is not None and not isinstance(reason, str):
+                raise InvalidDecisionError(f"admit() answered {reason!r}; need None or a reason")
+        except Exception as exc:
+            self._fault("admit", exc)
+            return None
+        return reason
+
+    @property
+    def annotates(self) -> bool:
+        """True if the admission policy attaches hints."""
+        return getattr(self.admission, "annotate", None) is not None
+
+    async def annotate(self, request: Request) -> None:
+        """Attach the admission policy's hints."""
+        try:
+            hints = await self.admission.annotate(request.view)  # type: ignore[union-attr]
+            request.hints = {**request.hints, **(hints or {})}
+        except Exception as exc:
+            self._fault("annotate", exc)
+
+    def on_submit(self, request: Request) -> None:
+        """Tell the scheduling policy of a new request."""
+        if self._on_submit is not None:
+            self._tell("on_submit", self._on_submit, request.view)
+
+    def on_finish(self, request: Request) -> None:
+        """Tell the scheduling policy that a request ended."""
+        if self._on_finish is not None:
+            self._tell("on_finish", self._on_finish, request.view)
+
+    def on_step(self, report: StepReport) -> None:
+        """Tell the scheduling policy what a step served."""
+        if self._on_step is not None:
+            self._tell("on_step", self._on_step, report)
+
+    def _tell(self, hook: str, function: Callable[[Any], None], argument: Any) -> None:
+        try:
+            function(argument)
+        except Exception as exc:
+            self._fault(hook, exc)
+
+    def _fault(self, hook: str, exc: Exception) -> None:
+        if self.strict:
+            raise exc
+        self.faults[hook] = count = self.faults.get(hook, 0) + 1
+        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th … time: a policy that always fails must not flood the log
+            self._log.warning("policy_fault", hook=hook, error=repr(exc), count=count)

@@ -1,0 +1,286 @@
+"""One sequence on its way through the engine, and the caller's submission it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+from .contract import EMPTY_INTS, IntArray, TokenLogprobs
+from .radix import Node
+from .rows import STOP_SLOTS, RowTable
+from .sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from .text import TextAssembler
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What a caller can say about a request beside its prompt and sampling.
+
+    Attributes:
+        priority: For policies; lower is served first.
+        tenant: For policies; who pays.
+        deadline: For policies; seconds from submission by which it should have finished.
+        program_id: For policies; requests of one program share it.
+        hints: For policies; anything.
+        cache_salt: Prefixes are shared only between requests of the same salt.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    deadline: float | None = None
+    program_id: str | None = None
+    hints: Mapping[str, Any] = field(default_factory=dict)
+    cache_salt: str = ""
+
+
+class Submission:
+    """What one call of ``stream`` or ``generate`` asked for: ``n`` requests on one prompt. Loop thread only.
+
+    Attributes:
+        prompt: As given: text, token ids, or chat messages.
+        requests: Empty until the prompt is tokenised.
+        error: Why it never became requests, or why the engine gave up.
+        cancelled: Given up by the caller before it became requests.
+        attentive: A consumer waits for the next token (not just for the end).
+    """
+
+    __slots__ = (
+        "_event", "arrived_at", "attentive", "cancelled", "error", "number", "options", "params", "prompt", "request_id", "requests",
+    )  # fmt: skip
+
+    def __init__(
+        self, number: int, request_id: str, prompt: Any, params: SamplingParams, options: RequestOptions, arrived_at: float
+    ) -> None:
+        self.number = number
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.options = options
+        self.arrived_at = arrived_at
+        self.requests: list[Request] = []
+        self.error: BaseException | None = None
+        self.cancelled = False
+        self.attentive = False
+        self._event: anyio.Event | None = None
+
+    @property
+    def ended(self) -> bool:
+        """True when nothing more will come."""
+        if self.error is not None or self.cancelled:
+            return True
+        return bool(self.requests) and all(request.ended for request in self.requests)
+
+    def wake(self) -> None:
+        """Let the consumer look again, if one waits."""
+        self.attentive = False
+        if self._event is not None:
+            self._event.set()
+            self._event = None
+
+    async def changed(self, *, tokens: bool) -> None:
+        """Wait for the next ``wake``: with ``tokens`` for the next token, else for the end. One consumer at a time."""
+        event = self._event = anyio.Event()
+        if tokens:
+            self.attentive = True
+            for request in self.requests:
+                if request.row is not None and request.rows is not None:
+                    request.rows.listening[request.row] = True
+        await event.wait()
+
+
+class Request:
+    """One sequence. Loop thread only.
+
+    Attributes:
+        number: Internal number, never reused; everything in flight is tagged with it.
+        fill: Tokens whose keys and values must be computed before sampling: the prompt, and after
+            a preemption the output so far.
+        row: Row it holds, or ``None`` while it waits; ``lease`` is the number of this hold (0: none).
+        pages: Its block table, int32; ``donated`` marks the entries that belong to the radix tree.
+        node: Locked end of its prefix in the radix tree.
+        inserted: Leading pages of ``fill`` that are in the tree below ``node``.
+        computed: Tokens of ``fill`` computed or planned.
+        cached: Tokens of ``fill`` that were found in the cache.
+        output: Sampled tokens, except those still in the row's window.
+    """
+
+    __slots__ = (
+        "admitted_at", "assembler", "cached", "computed", "donated", "error", "fed", "fill", "finish_reason", "finished_at",
+        "first_token_at", "hints", "index", "inserted", "lease", "logprobs", "max_new", "namespace", "node", "number", "output", "pages",
+        "preemptions", "prompt", "prompt_logprobs", "row", "rows", "seed", "shareable", "stop_ids", "stop_reason", "submission",
+        "text_closed", "unread_text", "view", "waiting_since_step",
+    )  # fmt: skip
+
+    def __init__(
+        self, number: int, submission: Submission, index: int, prompt: IntArray, *, max_new: int, seed: int,
+        stop_ids: tuple[int, ...], namespace: str, shareable: bool, assembler: TextAssembler | None,
+    ) -> None:  # fmt: skip
+        self.number = number
+        self.submission = submission
+        self.index = index
+        self.prompt = prompt
+        self.fill = prompt
+        self.max_new = max_new
+        self.seed = seed
+        self.stop_ids = stop_ids
+        self.namespace = namespace
+        self.shareable = shareable
+        self.assembler = assembler
+        self.hints: Mapping[str, Any] = MappingProxyType(dict(submission.options.hints))
+        self.waiting_since_step = 0
+        self.preemptions = 0
+        self.row: int | None = None
+        self.lease = 0
+        self.rows: RowTable | None = None
+        self.pages = EMPTY_INTS
+        self.donated: NDArray[np.bool_] = np.empty(0, np.bool_)
+        self.node: Node | None = None
+        self.inserted = 0
+        self.computed = 0
+        self.cached = 0
+        self.output: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None if submission.params.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if submission.params.prompt_logprobs is None else []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.error: BaseException | None = None
+        self.admitted_at: float | None = None
+        self.first_token_at: float | None = None
+        self.finished_at: float | None = None
+        self.fed = 0
+        self.unread_text = ""
+        self.text_closed = False
+        self.view = _View(self)
+
+    @property
+    def params(self) -> SamplingParams:
+        """Its sampling parameters."""
+        return self.submission.params
+
+    @property
+    def ended(self) -> bool:
+        """True once it has a finish reason."""
+        return self.finish_reason is not None
+
+    @property
+    def received(self) -> int:
+        """Output tokens that have arrived."""
+        if self.row is None or self.rows is None:
+            return len(self.output)
+        return int(self.rows.received[self.row])
+
+    @property
+    def eager(self) -> bool:
+        """True if every token needs attention when it arrives, not when it is read."""
+        params = self.params
+        return bool(params.stop) or params.logprobs is not None or len(self.stop_ids) > STOP_SLOTS
+
+    def tokens_from(self, start: int) -> list[int]:
+        """Output tokens from position ``start`` on, as far as they have arrived."""
+        tokens = self.output[start:]
+        if self.row is not None and self.rows is not None:
+            tokens.extend(self.rows.pending(self.row, len(self.output))[max(0, start - len(self.output)) :])
+        return tokens
+
+    def flush(self) -> None:
+        """Move the tokens in the row's window to ``output``."""
+        if self.row is not None and self.rows is not None:
+            self.output.extend(self.rows.pending(self.row, len(self.output)))
+
+    def feed_text(self) -> str | None:
+        """Detokenise what has arrived since the last call; returns the stop string that was completed."""
+        if self.assembler is None or self.text_closed:
+            return None
+        tokens = self.tokens_from(self.fed)
+        if self.finish_reason == "stop" and isinstance(self.stop_reason, int | None) and not self.params.include_stop:
+            tokens = tokens[: len(self.output) - 1 - self.fed]  # the stop token itself is not text
+        stopped_by = None
+        if tokens:
+            delta = self.assembler.feed(tokens)
+            self.fed += delta.used
+            self.unread_text += delta.text
+            stopped_by = delta.stopped_by
+        if stopped_by is not None:
+            self.text_closed = True
+        elif self.ended:
+            self.unread_text += self.assembler.finish()
+            self.text_closed = True
+        return stopped_by
+
+    def take_text(self) -> str:
+        """Text since the last call."""
+        self.feed_text()
+        text, self.unread_text = self.unread_text, ""
+        return text
+
+
+class _View:
+    """The read-only face of a request that policies see (``policy.RequestView``)."""
+
+    __slots__ = ("_request",)
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    @property
+    def number(self) -> int:
+        return self._request.number
+
+    @property
+    def request_id(self) -> str:
+        return self._request.submission.request_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._request.prompt)
+
+    @property
+    def max_tokens(self) -> int:
+        return self._request.max_new
+
+    @property
+    def generated_tokens(self) -> int:
+        return self._request.received
+
+    @property
+    def prefill_left(self) -> int:
+        return len(self._request.fill) - self._request.computed
+
+    @property
+    def arrived_at(self) -> float:
+        return self._request.submission.arrived_at
+
+    @property
+    def waiting_since_step(self) -> int:
+        return self._request.waiting_since_step
+
+    @property
+    def priority(self) -> int:
+        return self._request.submission.options.priority
+
+    @property
+    def tenant(self) -> str:
+        return self._request.submission.options.tenant
+
+    @property
+    def deadline(self) -> float | None:
+        seconds = self._request.submission.options.deadline
+        return None if seconds is None else self._request.submission.arrived_at + seconds
+
+    @property
+    def program_id(self) -> str | None:
+        return self._request.submission.options.program_id
+
+    @property
+    def hints(self) -> Mapping[str, Any]:
+        return self._request.hints

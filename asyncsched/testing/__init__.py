@@ -1,0 +1,10 @@
+"""Instruments for tests of engines and policies. No pytest inside."""
+
+from .byte_tokenizer import ByteTokenizer as ByteTokenizer
+from .invariants import InvariantError as InvariantError
+from .invariants import check_invariants as check_invariants
+from .oracle import expected_tokens as expected_tokens
+from .simulated_device import SimulatedDevice as SimulatedDevice
+from .simulated_device import SimulationError as SimulationError
+from .simulated_executor import InstantExecutor as InstantExecutor
+from .simulated_executor import SimulatedExecutor as SimulatedExecutor

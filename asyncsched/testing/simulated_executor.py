@@ -1,0 +1,161 @@
+"""An executor without a model: checks every plan, answers with the oracle's tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import anyio
+import numpy as np
+
+from ..bridge import LoopBinding
+from ..contract import EMPTY_INTS, ExecutorLimits, StepPlan, StepResult
+from ..wakeup import Signal
+from .simulated_device import SimulatedDevice, SimulationError
+
+Latency = Callable[[StepPlan], float]
+
+
+class SimulatedExecutor:
+    """Runs plans on a ``SimulatedDevice``, one after the other, in the event loop's time.
+
+    Under trio's ``MockClock`` that time is virtual. A broken contract is fatal for the engine, so
+    that no test can miss it.
+
+    Args:
+        limits: Capacities.
+        latency: Seconds a step takes, a number or a function of the plan.
+        token_budget: Checked if given.
+        faults: Step → exception to raise instead of computing it.
+        lost_at: Step at which the device is lost.
+        hold: Start held: steps complete only through ``step()``.
+
+    Attributes:
+        plans: Every plan so far, oldest first.
+    """
+
+    def __init__(
+        self,
+        limits: ExecutorLimits | None = None,
+        *,
+        latency: float | Latency = 0.0,
+        token_budget: int | None = None,
+        faults: Mapping[int, BaseException] | None = None,
+        lost_at: int | None = None,
+        hold: bool = False,
+    ) -> None:
+        self._limits = limits or ExecutorLimits(max_rows=8, pages=64, page_size=4, max_model_len=128, vocab_size=1000)
+        self._latency: Latency = latency if callable(latency) else lambda plan: latency
+        self._faults = dict(faults or {})
+        self._lost_at = lost_at
+        self._queue: deque[StepPlan] = deque()
+        self._wake = Signal()
+        self._allowed = 0 if hold else -1
+        self._deliver: Callable[[StepResult], None] | None = None
+        self._task: object = None
+        self._closed: anyio.Event | None = None
+        self.device = SimulatedDevice(self._limits, token_budget)
+        self.plans: list[StepPlan] = []
+        self.closed = False
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        """Capacities."""
+        return self._limits
+
+    def start(self, deliver: Callable[[StepResult], None]) -> None:
+        """Begin to accept plans; inside the loop the engine lives in."""
+        self._deliver = deliver
+        self._task = LoopBinding().spawn(self._run, "simulated-device")
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue one plan."""
+        self.plans.append(plan)
+        self._queue.append(plan)
+        self._wake.set()
+
+    def step(self, count: int = 1) -> None:
+        """Let ``count`` more steps complete (when held)."""
+        self._allowed = max(self._allowed, 0) + count
+        self._wake.set()
+
+    def unhold(self) -> None:
+        """Complete steps without being asked from now on."""
+        self._allowed = -1
+        self._wake.set()
+
+    def close(self) -> None:
+        """Stop; called from a worker thread by the engine."""
+        self.closed = True
+
+    async def _run(self) -> None:
+        while not self.closed:
+            with anyio.move_on_after(None if not self.closed else 0):
+                await self._wake.wait()
+            while self._queue and self._allowed:
+                if self._allowed > 0:
+                    self._allowed -= 1
+                plan = self._queue.popleft()
+                launched = anyio.current_time()
+                seconds = self._latency(plan)
+                if seconds > 0:
+                    await anyio.sleep(seconds)
+                result = self.run(plan, launched, launched + seconds)
+                assert self._deliver is not None
+                self._deliver(result)
+
+    def run(self, plan: StepPlan, launched: float, completed: float) -> StepResult:
+        """Apply and compute one plan."""
+        rows, tokens, error, fatal = EMPTY_INTS, EMPTY_INTS, None, False
+        try:
+            self.device.apply_deltas(plan)
+            if plan.step == self._lost_at:
+                raise RuntimeError("device lost")
+            if plan.step in self._faults:
+                raise self._faults[plan.step]
+            rows, tokens = self.device.compute(plan)
+        except Exception as exc:
+            error = exc
+            fatal = isinstance(exc, SimulationError) or plan.step == self._lost_at
+        return StepResult(plan.step, rows, tokens, error=error, fatal=fatal, launched_at=launched, completed_at=completed)
+
+
+class InstantExecutor:
+    """Answers every plan at once with token 1 and checks nothing: the control plane's cost alone.
+
+    Args:
+        limits: Capacities.
+    """
+
+    def __init__(self, limits: ExecutorLimits) -> None:
+        self._limits = limits
+        self._active = np.zeros(limits.max_rows, np.bool_)
+        self._deliver: Callable[[StepResult], None] | None = None
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        """Capacities."""
+        return self._limits
+
+    def start(self, deliver: Callable[[StepResult], None]) -> None:
+        """Begin to accept plans."""
+        self._deliver = deliver
+
+    def submit(self, plan: StepPlan) -> None:
+        """Answer ``plan``."""
+        assert self._deliver is not None
+        self._deliver(self.answer(plan))
+
+    def answer(self, plan: StepPlan) -> StepResult:
+        """The result a device would give."""
+        for row in plan.leaves:
+            self._active[row] = False
+        rows = np.flatnonzero(self._active).astype(np.int32) if plan.decode else EMPTY_INTS
+        sampled = [chunk.row for chunk in plan.prefill if chunk.sample]
+        if sampled:
+            rows = np.concatenate([rows, np.array(sampled, np.int32)])
+            self._active[sampled] = True
+        return StepResult(plan.step, rows, np.ones(len(rows), np.int32))
+
+    def close(self) -> None:
+        """Nothing to free."""
