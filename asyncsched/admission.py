@@ -28,6 +28,7 @@ from .errors import (
 )
 from .events import Submitted
 from .planner import Planner
+from .policy import EngineView
 from .request import Request, Submission
 from .sampling_params import SamplingParams
 from .state import ControlState
@@ -47,9 +48,12 @@ class Admission:
     Text is always encoded in a worker thread: a tokenizer may take its time, the loop may not.
     """
 
-    def __init__(self, state: ControlState, planner: Planner, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, state: ControlState, planner: Planner, view: EngineView, config: EngineConfig, tokenizer: Tokenizer | None
+    ) -> None:
         self._state = state
         self._planner = planner
+        self._view = view
         self._tokenizer = tokenizer
         self._max_requests = config.max_queued_requests
         self._max_tokens = config.max_queued_tokens
@@ -185,7 +189,7 @@ class Admission:
                 state.counters.rejected += 1
                 self.refuse(submission, QueueFullError(f"over {self._max_tokens} tokens are waiting already; retry later"))
                 return
-        reason = state.policies.admit(submission.requests[0], self._planner)
+        reason = state.policies.admit(submission.requests[0], self._view)
         if reason is not None:
             state.counters.rejected += 1
             self.refuse(submission, AdmissionRejectedError(f"refused by the admission policy: {reason}"))

@@ -38,6 +38,10 @@ class EngineConfig:
         chunk_cap: Most prompt tokens of one request per step; ``None`` is the budget.
         chunked_prefill: ``False`` computes each prompt in one piece.
         prefix_cache: Reuse the pages of earlier prompts and answers.
+        reserve: ``"full"`` reserves pages for the whole output at admission: nothing is ever preempted.
+            ``"expected"`` reserves what is likely to be needed, runs more at once, and preempts when
+            pages run out.
+        max_preemptions: A request preempted this often is spared while another victim can be found.
 
     Queue:
         max_queued_requests, max_queued_tokens: Bounds on what waits; ``None`` is unbounded.
@@ -74,6 +78,8 @@ class EngineConfig:
     chunk_cap: int | None = None
     chunked_prefill: bool = True
     prefix_cache: bool = True
+    reserve: Literal["full", "expected"] = "full"
+    max_preemptions: int = 3
 
     max_queued_requests: int | None = None
     max_queued_tokens: int | None = None
@@ -97,10 +103,12 @@ class EngineConfig:
             raise ConfigError(f"load_format={self.load_format!r}: use auto, safetensors, gguf or dummy")
         if self.dtype not in ("auto", "bfloat16", "float32"):
             raise ConfigError(f"dtype={self.dtype!r}: use auto, bfloat16 or float32")
+        if self.reserve not in ("full", "expected"):
+            raise ConfigError(f"reserve={self.reserve!r}: use full or expected")
         if self.when_full not in ("refuse", "wait"):
             raise ConfigError(f"when_full={self.when_full!r}: use refuse or wait")
         _at_least(self, 1, "max_rows", "page_size", "token_budget")
-        _at_least(self, 0, "depth")
+        _at_least(self, 0, "depth", "max_preemptions")
         for name in ("max_model_len", "pages", "pool_bytes", "chunk_cap", "max_queued_requests", "max_queued_tokens"):
             if getattr(self, name) is not None:
                 _at_least(self, 1, name)

@@ -27,6 +27,7 @@ from .errors import (
 from .events import EventBus, EventStream
 from .eviction import Evictor
 from .finish import Finisher
+from .placement import Placement
 from .planner import Planner
 from .policy_host import PolicyHost
 from .request import RequestOptions, Submission
@@ -36,6 +37,7 @@ from .state import ControlState
 from .statistics import Statistics, snapshot
 from .stream import TokenStream
 from .tokenizer import Message, Tokenizer
+from .views import PlanningView
 from .wakeup import Signal
 
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -194,6 +196,11 @@ class Engine:
         run.abort(submission)
         return True
 
+    def flush_cache(self) -> int:
+        """Forget every cached prefix that no running request uses; returns how many pages that freed."""
+        run = self._running()
+        return run.placement.evict(run.state.tree.evictable)
+
     # Looking at it
 
     def statistics(self) -> Statistics:
@@ -241,10 +248,13 @@ class _Run:
             raise ConfigError("low_watermark leaves no page to use")
         self.state = ControlState(limits, policies, clock=anyio.current_time, events=self.events, prefix_cache=config.prefix_cache)
         evict = Signal()
-        self.planner = Planner(self.state, backend.executor, config, evict)
-        self.evictor = Evictor(self.state, config, self.planner.evict, evict)
+        self.placement = Placement(self.state, config)
+        view = PlanningView(self.state, self.placement, config)
+        self.placement.view = view
+        self.planner = Planner(self.state, self.placement, view, backend.executor, config, evict=evict)
+        self.evictor = Evictor(self.state, config, self.placement.evict, evict)
         self.finisher = Finisher(self.state, self.planner, config, self._die)
-        self.admission = Admission(self.state, self.planner, config, backend.tokenizer)
+        self.admission = Admission(self.state, self.planner, view, config, backend.tokenizer)
         self.dropped: Inbox[Submission] = Inbox(self.binding, self.abort)
         self._log = structlog.get_logger("asyncsched.engine")
         self._numbers = 0
@@ -258,8 +268,6 @@ class _Run:
         results: Inbox[StepResult] = Inbox(self.binding, self.finisher.receive)
         self.backend.executor.start(results.post)
         self._task = self.binding.spawn(self._host, "asyncsched-engine")
-        limits = self.state.limits
-        self._log.debug("engine_started", model=self.backend.model_name, rows=limits.max_rows, pages=limits.pages)
 
     def submit(self, prompt: Any, params: SamplingParams, options: RequestOptions, request_id: str | None) -> Submission:
         """Register and queue a request: one step, no await, so that nothing can be cancelled in between."""

@@ -32,6 +32,16 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
+class Preempted:
+    """A request lost its row for want of pages, after ``output_tokens``; it waits again."""
+
+    at: float
+    request_id: str
+    number: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """A request ended."""
 
@@ -55,7 +65,7 @@ class StepCompleted:
     failed: bool
 
 
-Event = Submitted | Admitted | Finished | StepCompleted
+Event = Submitted | Admitted | Preempted | Finished | StepCompleted
 
 
 class EventStream:

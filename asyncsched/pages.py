@@ -22,6 +22,7 @@ class PagePool:
         self._free = pages
         self._limbo: deque[tuple[int, IntArray]] = deque()
         self._limbo_pages = 0
+        self._completed = 0
 
     @property
     def free(self) -> int:
@@ -51,9 +52,11 @@ class PagePool:
         if len(pages):
             self._limbo.append((fence, pages))
             self._limbo_pages += len(pages)
+            self.advance(self._completed)
 
     def advance(self, completed: int) -> None:
         """Return pages whose fence has completed to the free stack."""
+        self._completed = completed
         while self._limbo and self._limbo[0][0] <= completed:
             pages = self._limbo.popleft()[1]
             self._stack[self._free : self._free + len(pages)] = pages

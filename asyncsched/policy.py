@@ -53,6 +53,11 @@ class RequestView(Protocol):
         ...
 
     @property
+    def preemptions(self) -> int:
+        """How often it has lost its row."""
+        ...
+
+    @property
     def arrived_at(self) -> float:
         """When it was submitted, on the engine's clock (seconds)."""
         ...
@@ -208,6 +213,9 @@ class SchedulingPolicy(Protocol):
     Optional hooks, looked up once when the policy is loaded:
 
     - ``budget(view: EngineView) -> PrefillBudget``: called once per planned step.
+    - ``victims(running: Sequence[RequestView], pages: int, view: EngineView) -> Iterable[RequestView]``:
+      who gives up its row, first victim first, when ``pages`` are missing (only with
+      ``reserve="expected"``). Pulled as far as needed; those left out follow, latest admitted first.
     - ``on_submit(request: RequestView)``, ``on_step(report: StepReport)``,
       ``on_finish(request: RequestView)``: bookkeeping.
     """

@@ -37,6 +37,7 @@ class PolicyHost:
         self.eviction = load_policy(config.eviction_policy, "key")
         self.admission = None if config.admission_policy is None else load_policy(config.admission_policy, "admit")
         self._budget: Callable[[EngineView], PrefillBudget] | None = getattr(self.scheduling, "budget", None)
+        self._victims: Callable[[Any, int, EngineView], Iterable[Any]] | None = getattr(self.scheduling, "victims", None)
         self._on_submit: Callable[[Any], None] | None = getattr(self.scheduling, "on_submit", None)
         self._on_step: Callable[[StepReport], None] | None = getattr(self.scheduling, "on_step", None)
         self._on_finish: Callable[[Any], None] | None = getattr(self.scheduling, "on_finish", None)
@@ -79,6 +80,24 @@ class PolicyHost:
             self._fault("budget", exc)
             return PrefillBudget(tokens, chunk)
         return PrefillBudget(min(answer.tokens, tokens), min(answer.chunk, chunk))
+
+    def victims(self, running: list[Request], needed: int, view: EngineView | None) -> list[Request]:
+        """Who gives up its row when ``needed`` pages are missing, first victim first; every running request once.
+
+        The policy's choices come first; those it leaves out follow, latest admitted first.
+        """
+        chosen: list[Request] = []
+        if self._victims is not None and view is not None:
+            by_view = {request.number: request for request in running}
+            try:
+                for answer in self._victims([request.view for request in running], needed, view):
+                    request = by_view.pop(getattr(answer, "number", -1), None)
+                    if request is None or request.view is not answer:
+                        raise InvalidDecisionError(f"victims() answered {answer!r}, which is not one of the running requests")
+                    chosen.append(request)
+            except Exception as exc:
+                self._fault("victims", exc)
+        return chosen + [request for request in reversed(running) if request not in chosen]
 
     def eviction_key(self, node: Node) -> tuple[int, Any]:
         """The eviction policy's key for a prefix; least recently used after a fault.

@@ -257,6 +257,10 @@ class _View:
         return len(self._request.fill) - self._request.computed
 
     @property
+    def preemptions(self) -> int:
+        return self._request.preemptions
+
+    @property
     def arrived_at(self) -> float:
         return self._request.submission.arrived_at
 

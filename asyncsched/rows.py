@@ -30,6 +30,7 @@ class RowTable:
         lease: int64, who holds the row; 0 is nobody. Never reused, so that a late result cannot be
             taken for a newcomer's.
         length: int32, tokens whose keys and values are computed or planned.
+        capacity: int32, tokens the row's pages can hold.
         remaining: int32, output tokens not planned yet.
         received: int32, output tokens whose values have arrived.
         max_new: int32, output tokens after which the request ends.
@@ -46,6 +47,7 @@ class RowTable:
         self.max_rows = max_rows
         self.lease = np.zeros(max_rows, np.int64)
         self.length = np.zeros(max_rows, np.int32)
+        self.capacity = np.zeros(max_rows, np.int32)
         self.remaining = np.zeros(max_rows, np.int32)
         self.received = np.zeros(max_rows, np.int32)
         self.max_new = np.zeros(max_rows, np.int32)
@@ -58,6 +60,7 @@ class RowTable:
         self.window = np.zeros((max_rows, WINDOW), np.int32)
         self._free = deque(range(max_rows))
         self._limbo: deque[tuple[int, int]] = deque()
+        self._completed = 0
         self._decode_rows: IntArray | None = None
 
     @property
@@ -89,9 +92,11 @@ class RowTable:
         self.stop_ids[row] = -1
         self.set_decoding(row, False)
         self._limbo.append((fence, row))
+        self.advance(self._completed)
 
     def advance(self, completed: int) -> None:
         """Return rows whose fence has completed to the free list."""
+        self._completed = completed
         while self._limbo and self._limbo[0][0] <= completed:
             self._free.append(self._limbo.popleft()[1])
 

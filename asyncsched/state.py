@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .contract import EMPTY_INTS, ExecutorLimits, IntArray
-from .events import Admitted, EventBus, Finished
+from .events import Admitted, EventBus, Finished, Preempted
 from .pages import PagePool
 from .policy_host import PolicyHost
 from .radix import RadixTree
@@ -86,9 +87,13 @@ class Counters:
     failed_steps: int = 0
     slow_steps: int = 0
     restarts: int = 0
+    preemptions: int = 0
     device_busy: float = 0.0
     device_idle: float = 0.0
     overlapped_steps: int = 0
+
+
+Mode = Literal["running", "finishing", "frozen"]
 
 
 class ControlState:
@@ -103,6 +108,7 @@ class ControlState:
         in_flight: Steps submitted and not applied, oldest first.
         lobby: Wakes the admission task: a submission came in, or the waiting set has shrunk.
         submitted, completed: Numbers of the last step submitted and completed.
+        mode: ``running``; ``finishing``: no waiting request is admitted; ``frozen``: nothing is planned.
     """
 
     def __init__(
@@ -124,6 +130,7 @@ class ControlState:
         self.in_flight: deque[InFlight] = deque()
         self.submitted = 0
         self.completed = 0
+        self.mode: Mode = "running"
         self._leases = 0
         self.lobby = Signal()
         self.counters = Counters()
@@ -163,6 +170,7 @@ class ControlState:
         self.prefilling[request.number] = request
         produced = len(request.output)
         rows.length[row] = request.computed
+        rows.capacity[row] = len(pages) * self.limits.page_size
         rows.received[row] = produced
         rows.max_new[row] = request.max_new
         rows.remaining[row] = request.max_new - produced
@@ -223,14 +231,25 @@ class ControlState:
             for pages in self.tree.clear():  # the shared prompt of an ``n > 1`` submission
                 self.pool.release(pages, self.submitted)
 
-    def restart(self, request: Request) -> None:
+    def restart(self, request: Request, *, keep: bool = False) -> None:
         """Take a request's row and pages and let it wait again; its output so far becomes part of the fill."""
-        self._vacate(request, keep=False)
+        self._vacate(request, keep=keep)
         request.fill = np.concatenate([request.prompt, np.array(request.output, np.int32)]) if request.output else request.prompt
         request.computed = request.inserted = request.cached = 0
-        request.preemptions += 1
         self.counters.restarts += 1
         self.enqueue(request)
+
+    def preempt(self, request: Request) -> None:
+        """Take a request's row for others' sake; what it has computed stays cached while there is room."""
+        request.preemptions += 1
+        self.counters.preemptions += 1
+        self.restart(request, keep=True)
+        if self.events.listeners:
+            self.events.emit(Preempted(self.clock(), request.submission.request_id, request.number, len(request.output)))
+
+    def running(self) -> list[Request]:
+        """Requests that hold a row, in order of admission."""
+        return sorted((request for request in self.by_row if request is not None), key=lambda request: request.lease)
 
     def _vacate(self, request: Request, *, keep: bool) -> None:
         """Give back row and pages, fenced by the last submitted step; with ``keep`` whole pages stay cached."""

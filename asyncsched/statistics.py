@@ -28,7 +28,8 @@ class Statistics:
             prefixes nobody uses, limbo pages become free when the steps in flight complete.
         total_rows, free_rows: The row table.
         evicted_pages: Pages of cached prefixes given up.
-        restarts: Requests that lost their row and began again.
+        restarts: Requests that lost their row and began again, for whatever reason.
+        preemptions: Of those, for want of pages.
         failed_steps, slow_steps: Steps that raised, or took longer than ``slow_step_seconds``.
         policy_faults: Mistakes of policies, by hook.
         device_busy: Seconds the device computed.
@@ -55,6 +56,7 @@ class Statistics:
     free_rows: int
     evicted_pages: int
     restarts: int
+    preemptions: int
     failed_steps: int
     slow_steps: int
     policy_faults: Mapping[str, int]
@@ -96,6 +98,7 @@ def snapshot(state: ControlState, lobby: int) -> Statistics:
         free_rows=state.rows.free,
         evicted_pages=counters.evicted_pages,
         restarts=counters.restarts,
+        preemptions=counters.preemptions,
         failed_steps=counters.failed_steps,
         slow_steps=counters.slow_steps,
         policy_faults=dict(state.policies.faults),

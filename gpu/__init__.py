@@ -1,0 +1,1 @@
+"""The compute plane: executors, models, kernels and checkpoint loading."""

@@ -1,0 +1,169 @@
+"""Rows and pages for requests: prefix matching, allocation, growth, eviction and preemption."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .config import EngineConfig
+from .contract import EMPTY_INTS, NO_PAGES, IntArray, PageAppends, RowJoin
+from .policy import EngineView
+from .request import Request
+from .reserve import ReserveEstimate
+from .state import ControlState
+
+
+class Placement:
+    """Decides whether a request fits now, and finds pages. Loop thread only.
+
+    With ``reserve="full"`` a request gets every page it may ever need when it is admitted, and never
+    loses them. With ``reserve="expected"`` it gets the pages of its prompt and grows; when pages run
+    out, victims give up their rows and are computed again later, with the same tokens.
+    """
+
+    def __init__(self, state: ControlState, config: EngineConfig) -> None:
+        self._state = state
+        self._full = config.reserve == "full"
+        self._protect_after = config.max_preemptions
+        self.estimate = ReserveEstimate()
+        self.view: EngineView | None = None  # set once the view, which needs this object, exists
+
+    def pages_needed(self, request: Request) -> int:
+        """Pages for prompt and whole output: the last token's own keys and values are never stored."""
+        size = self._state.limits.page_size
+        return -(-max(len(request.prompt), len(request.prompt) + request.max_new - 1) // size)
+
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of the request's fill that are in the cache now."""
+        reusable = self._reusable(request)
+        return self._state.tree.peek(request.namespace, reusable) if reusable else 0
+
+    def admit(self, request: Request, step: int) -> RowJoin | None:
+        """Give a waiting request a row, its cached prefix and its pages, or ``None`` if it must wait.
+
+        When it must wait nothing has changed but the pages that were evicted for it.
+        """
+        state = self._state
+        tree, pool, size = state.tree, state.pool, state.limits.page_size
+        total = self.pages_needed(request) if self._full else -(-(len(request.fill) + 1) // size)
+        total = min(total, self.pages_needed(request))
+        spare = 0 if self._full else self._expected_growth(request)
+        reusable = self._reusable(request)
+        cached = tree.peek(request.namespace, reusable) if reusable else 0
+        if not self.make_room(total - cached // size, spare):
+            return None
+        pages: IntArray = EMPTY_INTS
+        if request.shareable:
+            node, pages = tree.match(request.namespace, reusable, step)
+            tree.lock(node)
+            if not self.make_room(total - len(pages), spare):  # its own prefix no longer counts as evictable
+                tree.unlock(node)
+                return None
+            request.node = node
+        request.inserted = len(pages)
+        request.computed = request.cached = len(pages) * size
+        table = np.concatenate([pages, pool.take(total - len(pages))])
+        row = state.place(request, table, len(pages))
+        state.counters.prompt_tokens += len(request.fill)
+        state.counters.cached_tokens += request.cached
+        return RowJoin(
+            row=row,
+            number=request.number,
+            pages=table,
+            cached=request.cached,
+            params=request.params,
+            seed=request.seed,
+            stop_ids=request.stop_ids,
+            generated=len(request.output),
+            history=request.fill if request.params.counts_tokens else EMPTY_INTS,
+        )
+
+    def grow(self, decode: IntArray) -> PageAppends | None:
+        """Pages for the rows of a decode step that have none left, or ``None`` if the step must wait for them.
+
+        May preempt; read the decode rows again afterwards.
+        """
+        if self._full:
+            return NO_PAGES
+        state = self._state
+        rows = state.rows
+        short = decode[rows.length[decode] >= rows.capacity[decode]]
+        if not len(short):
+            self.estimate.step()
+            return NO_PAGES
+        if not self.make_room(len(short), 0):
+            if not self._coming(len(short)):
+                self._preempt(len(short))
+            return None  # what was given up is free when the steps in flight have completed
+        taken = state.pool.take(len(short))
+        indices = rows.capacity[short] // state.limits.page_size
+        for row, page in zip(short.tolist(), taken.tolist(), strict=True):
+            request = state.by_row[row]
+            assert request is not None
+            request.pages = np.append(request.pages, np.int32(page))
+            request.donated = np.append(request.donated, False)
+        rows.capacity[short] += state.limits.page_size
+        return PageAppends(short, indices.astype(np.int32), taken)
+
+    def make_room(self, needed: int, spare: int) -> bool:
+        """See to ``needed`` free pages, evicting what is missing; ``spare`` more must be obtainable later.
+
+        False if they cannot be had, or not yet.
+        """
+        state = self._state
+        pool = state.pool
+        if pool.free >= needed + spare:
+            return True
+        coming = pool.free + pool.limbo
+        if coming + state.tree.evictable < needed + spare:
+            return False
+        if coming < needed:
+            self.evict(needed - coming)
+        return pool.free >= needed
+
+    def evict(self, count: int) -> int:
+        """Drop up to ``count`` pages of unused prefixes; returns how many went to the pool."""
+        state = self._state
+        freed = 0
+        for pages in state.tree.evict(count):
+            state.pool.release(pages, state.submitted)
+            freed += len(pages)
+        state.counters.evicted_pages += freed
+        return freed
+
+    def _reusable(self, request: Request) -> bytes:
+        """The part of the fill that may come from the cache: whole pages, and never the last token."""
+        if not request.shareable or request.prompt_logprobs is not None:
+            return b""
+        size = self._state.limits.page_size
+        return request.fill[: (len(request.fill) - 1) // size * size].tobytes()
+
+    def _expected_growth(self, request: Request) -> int:
+        """Pages that the running requests and ``request`` are expected to need beyond those they have."""
+        state = self._state
+        left = sum(int(state.rows.remaining[r.row]) for r in state.running() if r.row is not None)
+        left += request.max_new - len(request.output)
+        return int(self.estimate.share * left) // state.limits.page_size
+
+    def _coming(self, needed: int) -> bool:
+        """True if the pages in limbo, with what can be evicted, will cover the need."""
+        state = self._state
+        return state.pool.free + state.pool.limbo + state.tree.evictable >= needed
+
+    def _preempt(self, needed: int) -> None:
+        """Take rows from victims until the need is covered; the last running request keeps its row.
+
+        A request that was preempted often is spared while there is another victim.
+        """
+        state = self._state
+        running = state.running()
+        generated = sum(request.received for request in running)
+        self.estimate.shortage(generated, sum(request.max_new for request in running))
+        chosen = list(state.policies.victims(running, needed, self.view))
+        spared = [request for request in chosen if request.preemptions >= self._protect_after]
+        order = [request for request in chosen if request.preemptions < self._protect_after] + spared
+        for request in order[: len(running) - 1]:
+            if self._coming(needed):
+                return
+            state.preempt(request)
+            needed_rows = state.rows.decode_rows()
+            needed = int(np.count_nonzero(state.rows.length[needed_rows] >= state.rows.capacity[needed_rows]))

@@ -1,0 +1,34 @@
+"""The CPU backend: entry point ``cpu`` of the group ``asyncsched.backends``."""
+
+from __future__ import annotations
+
+from ..backend import Backend
+from ..config import EngineConfig
+from ..contract import ExecutorLimits
+from .cpu_executor import CpuExecutor
+from .loading import open_checkpoint
+from .models.registry import build_model
+from .pool import available_memory, page_bytes, pool_pages
+from .sampler import Sampler
+
+
+def load(config: EngineConfig) -> Backend:
+    """Load a model, allocate its pools, and compile its kernels. Worker thread only; takes seconds.
+
+    Raises:
+        ConfigError: options contradict the model.
+        ModelError: the model cannot be found, read or run, or does not fit the memory.
+    """
+    with open_checkpoint(config) as checkpoint:
+        model = build_model(checkpoint, config.max_model_len, dummy=config.load_format == "dummy")
+        size = page_bytes(model.cache_shapes, config.page_size, model.dtype)
+        limits = ExecutorLimits(
+            max_rows=config.max_rows,
+            pages=pool_pages(config, model.max_model_len, size, available_memory()),
+            page_size=config.page_size,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+        )
+        executor = CpuExecutor(model, Sampler(limits.max_rows, limits.vocab_size), limits)
+        executor.warm_up()
+        return Backend(executor, checkpoint.tokenizer, checkpoint.name)
