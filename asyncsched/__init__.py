@@ -17,10 +17,12 @@ from .errors import AdmissionRejectedError as AdmissionRejectedError
 from .errors import AsyncschedError as AsyncschedError
 from .errors import ChatTemplateError as ChatTemplateError
 from .errors import ConfigError as ConfigError
+from .errors import DeadlineExpiredError as DeadlineExpiredError
 from .errors import DuplicateRequestError as DuplicateRequestError
 from .errors import EmptyPromptError as EmptyPromptError
 from .errors import EngineClosedError as EngineClosedError
 from .errors import EngineDeadError as EngineDeadError
+from .errors import EngineDrainingError as EngineDrainingError
 from .errors import EngineError as EngineError
 from .errors import InvalidDecisionError as InvalidDecisionError
 from .errors import InvalidParamsError as InvalidParamsError
@@ -34,6 +36,7 @@ from .errors import PolicyLoadError as PolicyLoadError
 from .errors import PolicyNotFoundError as PolicyNotFoundError
 from .errors import PromptTooLongError as PromptTooLongError
 from .errors import QueueFullError as QueueFullError
+from .errors import QueueTimeoutError as QueueTimeoutError
 from .errors import RejectedError as RejectedError
 from .errors import RequestFailedError as RequestFailedError
 from .errors import RequestTimeoutError as RequestTimeoutError
@@ -47,8 +50,10 @@ from .events import Admitted as Admitted
 from .events import Event as Event
 from .events import EventStream as EventStream
 from .events import Finished as Finished
+from .events import Preempted as Preempted
 from .events import StepCompleted as StepCompleted
 from .events import Submitted as Submitted
+from .health import Health as Health
 from .policy import AdmissionPolicy as AdmissionPolicy
 from .policy import EngineView as EngineView
 from .policy import EvictionPolicy as EvictionPolicy

@@ -55,9 +55,11 @@ class EngineConfig:
         low_watermark, high_watermark: When less than ``low`` of the pool is free, evict until
             ``high`` is (shares of the pool).
 
-    Timing:
+    Timing (seconds):
+        queue_timeout, request_timeout: Limits on waiting for a row and on the whole request, unless the
+            request says otherwise; ``None`` is no limit.
         slow_step_seconds: A step longer than this is logged as a warning.
-        close_timeout: Seconds to wait for the compute thread on closing.
+        close_timeout: How long to wait for the compute thread on closing.
     """
 
     model: str = DEFAULT_MODEL
@@ -93,6 +95,8 @@ class EngineConfig:
     low_watermark: float = 0.02
     high_watermark: float = 0.05
 
+    queue_timeout: float | None = None
+    request_timeout: float | None = None
     slow_step_seconds: float = 30.0
     close_timeout: float = 30.0
 
@@ -120,8 +124,10 @@ class EngineConfig:
             raise ConfigError(f"pool_fraction={self.pool_fraction} is not in (0, 1]")
         if not 0.0 <= self.low_watermark <= self.high_watermark < 1.0:
             raise ConfigError("watermarks must satisfy 0 <= low <= high < 1")
-        if self.slow_step_seconds <= 0 or self.close_timeout <= 0:
-            raise ConfigError("slow_step_seconds and close_timeout must be positive")
+        for name in ("queue_timeout", "request_timeout", "slow_step_seconds", "close_timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+                raise ConfigError(f"{name}={seconds!r} must be a positive number of seconds")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

@@ -3,47 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import TracebackType
-from typing import Any, Self, overload
+from typing import Any, Literal, Self, overload
 
 import anyio
 import anyio.to_thread
-import structlog
 
-from .admission import Admission
 from .backend import Backend, load_backend
-from .bridge import Inbox, LoopBinding
 from .config import EngineConfig
-from .contract import ExecutorLimits, StepResult
-from .errors import (
-    ConfigError,
-    DuplicateRequestError,
-    EngineClosedError,
-    EngineDeadError,
-    EngineError,
-    InvalidParamsError,
-)
-from .events import EventBus, EventStream
-from .eviction import Evictor
-from .finish import Finisher
-from .placement import Placement
-from .planner import Planner
+from .contract import ExecutorLimits
+from .errors import ConfigError, EngineClosedError, EngineError, InvalidParamsError
+from .events import EventStream
+from .health import Health
 from .policy_host import PolicyHost
-from .request import RequestOptions, Submission
+from .request import RequestOptions
 from .results import Result
+from .run import Run
 from .sampling_params import FIELD_NAMES, SamplingParams
-from .state import ControlState
 from .statistics import Statistics, snapshot
 from .stream import TokenStream
 from .tokenizer import Message, Tokenizer
-from .views import PlanningView
-from .wakeup import Signal
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or chat messages."""
 
-_OPTION_NAMES = ("priority", "tenant", "deadline", "program_id", "hints", "cache_salt")
+_OPTION_NAMES = tuple(f.name for f in fields(RequestOptions))
 
 
 class Engine:
@@ -79,7 +64,7 @@ class Engine:
                 raise
         self.config = config
         self._given = backend
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._starting = False
         self._used_backend = False
 
@@ -102,7 +87,7 @@ class Engine:
             policies = PolicyHost(self.config)
             backend = self._given or await anyio.to_thread.run_sync(load_backend, self.config)
             self._used_backend = True
-            run = _Run(self.config, backend, policies)
+            run = Run(self.config, backend, policies)
             await run.start()
             self._run = run
         finally:
@@ -119,7 +104,9 @@ class Engine:
     async def __aenter__(self) -> Self:
         return await self.start()
 
-    async def __aexit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.aclose()
 
     # Requests
@@ -196,6 +183,47 @@ class Engine:
         run.abort(submission)
         return True
 
+    # Operations
+
+    async def drain(self) -> None:
+        """Take no new requests and return when all live ones have ended. ``resume`` takes new ones again."""
+        run = self._running()
+        run.draining = True
+        await run.state.until(lambda: not run.state.live)
+
+    async def pause(self, mode: Literal["finish", "keep", "abort"] = "keep") -> None:
+        """Stop computing, and return when no step is in flight. New requests queue up. Idempotent.
+
+        Args:
+            mode: ``finish`` lets running requests end first; ``keep`` freezes them where they are;
+                ``abort`` ends every live request.
+        """
+        run = self._running()
+        if mode not in ("finish", "keep", "abort"):
+            raise ConfigError(f"pause mode {mode!r}: use finish, keep or abort")
+        if mode == "abort":
+            for submission in list(run.state.live.values()):
+                run.abort(submission)
+        if mode == "finish" and run.state.mode == "running":
+            run.state.mode = "finishing"
+            await run.state.until(lambda: run.state.mode != "finishing" or not run.state.rows.in_use)
+            if run.state.mode == "running":
+                return  # resumed meanwhile
+        run.state.mode = "frozen"
+        await run.state.until(lambda: not run.state.in_flight)
+
+    def resume(self) -> None:
+        """Undo ``pause`` and ``drain``. Idempotent."""
+        run = self._running()
+        run.draining = False
+        run.state.mode = "running"
+        run.planner.wake.set()
+        run.state.notify()
+
+    def health(self) -> Health:
+        """Whether the engine makes progress, and what holds it up. Never raises for a dead or closed engine."""
+        return Health("closed") if self._run is None else self._run.health()
+
     def flush_cache(self) -> int:
         """Forget every cached prefix that no running request uses; returns how many pages that freed."""
         run = self._running()
@@ -227,127 +255,12 @@ class Engine:
         """The model's name."""
         return self._running().backend.model_name
 
-    def _running(self) -> _Run:
+    def _running(self) -> Run:
         run = self._run
         if run is None:
             raise EngineClosedError("the engine is not running; use `async with Engine(...)` or `await engine.start()`")
         run.binding.check()
         return run
-
-
-class _Run:
-    """One life of an engine, from start to close. Loop thread only."""
-
-    def __init__(self, config: EngineConfig, backend: Backend, policies: PolicyHost) -> None:
-        self.config = config
-        self.backend = backend
-        self.binding = LoopBinding()
-        self.events = EventBus()
-        limits = backend.executor.limits
-        if config.low_watermark * limits.pages >= limits.pages:
-            raise ConfigError("low_watermark leaves no page to use")
-        self.state = ControlState(limits, policies, clock=anyio.current_time, events=self.events, prefix_cache=config.prefix_cache)
-        evict = Signal()
-        self.placement = Placement(self.state, config)
-        view = PlanningView(self.state, self.placement, config)
-        self.placement.view = view
-        self.planner = Planner(self.state, self.placement, view, backend.executor, config, evict=evict)
-        self.evictor = Evictor(self.state, config, self.placement.evict, evict)
-        self.finisher = Finisher(self.state, self.planner, config, self._die)
-        self.admission = Admission(self.state, self.planner, view, config, backend.tokenizer)
-        self.dropped: Inbox[Submission] = Inbox(self.binding, self.abort)
-        self._log = structlog.get_logger("asyncsched.engine")
-        self._numbers = 0
-        self._dead: EngineDeadError | None = None
-        self._closing = anyio.Event()
-        self._ended = anyio.Event()
-        self._task: object = None
-
-    async def start(self) -> None:
-        """Start the executor and the tasks."""
-        results: Inbox[StepResult] = Inbox(self.binding, self.finisher.receive)
-        self.backend.executor.start(results.post)
-        self._task = self.binding.spawn(self._host, "asyncsched-engine")
-
-    def submit(self, prompt: Any, params: SamplingParams, options: RequestOptions, request_id: str | None) -> Submission:
-        """Register and queue a request: one step, no await, so that nothing can be cancelled in between."""
-        if self._dead is not None:
-            raise EngineDeadError(str(self._dead)) from self._dead.__cause__
-        if self._closing.is_set():
-            raise EngineClosedError("the engine is closing; no new requests")
-        self._numbers += 1
-        if request_id is None:
-            request_id = f"request-{self._numbers}"
-        if request_id in self.state.live:
-            raise DuplicateRequestError(f"request id {request_id!r} belongs to a live request; wait for it or choose another id")
-        submission = Submission(self._numbers, request_id, prompt, params, options, self.state.clock())
-        self.admission.submit(submission)
-        return submission
-
-    def abort(self, submission: Submission) -> None:
-        """Release whatever a submission still holds. Idempotent."""
-        if submission.ended:
-            return
-        if not submission.requests:
-            submission.cancelled = True
-            self.state.retire(submission)
-            submission.wake()
-            return
-        for request in submission.requests:
-            self.state.release(request, "abort")
-        self.planner.wake.set()
-
-    async def close(self) -> None:
-        """Stop everything. Shielded: a cancelled caller still gets its threads joined."""
-        self._fail_all(EngineClosedError("the engine was closed"))
-        self._closing.set()
-        with anyio.CancelScope(shield=True):
-            await self._ended.wait()
-
-    async def _host(self) -> None:
-        """Holds the control tasks; ends with the engine."""
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self.admission.run)
-                tasks.start_soon(self.planner.run)
-                tasks.start_soon(self.evictor.run)
-                tasks.start_soon(self.finisher.run)
-                await self._closing.wait()
-                tasks.cancel_scope.cancel()
-        except Exception as exc:
-            dead = EngineDeadError(f"a control task failed: {_root(exc)!r}")
-            dead.__cause__ = _root(exc)
-            self._die(dead)
-        finally:
-            self._closing.set()
-            self._fail_all(EngineClosedError("the engine was closed"))
-            self.events.close()
-            await self._close_executor()
-            self._ended.set()
-
-    async def _close_executor(self) -> None:
-        with anyio.CancelScope(shield=True), anyio.move_on_after(self.config.close_timeout) as scope:
-            await anyio.to_thread.run_sync(
-                self.backend.executor.close, limiter=anyio.CapacityLimiter(1), abandon_on_cancel=True
-            )
-        if scope.cancelled_caught:
-            self._log.error("compute_thread_stuck", seconds=self.config.close_timeout)
-
-    def _die(self, error: EngineDeadError) -> None:
-        """The engine is beyond repair: tell everyone once, with the cause."""
-        if self._dead is None:
-            self._dead = error
-            self._log.error("engine_dead", error=str(error))
-            self._fail_all(error)
-
-    def _fail_all(self, error: EngineError) -> None:
-        for submission in list(self.state.live.values()):
-            if not submission.requests:
-                submission.error = error
-                self.state.retire(submission)
-                submission.wake()
-            for request in submission.requests:
-                self.state.release(request, "error", error=error)
 
 
 def _split(params: SamplingParams | None, options: Mapping[str, Any]) -> tuple[SamplingParams, RequestOptions]:

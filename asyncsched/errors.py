@@ -15,10 +15,13 @@
     │   └── TokenizeError                  the tokenizer raised
     ├── RejectedError                      refused by load, not by content
     │   ├── QueueFullError                 the waiting room is full
+    │   ├── EngineDrainingError            the engine finishes what it has
     │   └── AdmissionRejectedError         an admission policy said no
     ├── RequestFailedError                 an accepted request ended with ``error``
     │   ├── StepFailedError                the step that computed it raised
-    │   └── RequestTimeoutError (TimeoutError)
+    │   └── RequestTimeoutError (TimeoutError)   over its time limit
+    │       ├── QueueTimeoutError          waited too long for a row
+    │       └── DeadlineExpiredError       its deadline passed while it waited
     ├── PolicyError
     │   ├── PolicyNotFoundError            unknown name; lists the known ones
     │   ├── PolicyLoadError                the plugin could not be imported or built
@@ -89,6 +92,10 @@ class QueueFullError(RejectedError):
     """The bound on waiting requests or waiting tokens is reached."""
 
 
+class EngineDrainingError(RejectedError):
+    """The engine is draining: it finishes what it has and takes nothing new until ``resume()``."""
+
+
 class AdmissionRejectedError(RejectedError):
     """The admission policy refused the request; the reason is in the text."""
 
@@ -103,6 +110,14 @@ class StepFailedError(RequestFailedError):
 
 class RequestTimeoutError(RequestFailedError, TimeoutError):
     """The request ran into its own time limit."""
+
+
+class QueueTimeoutError(RequestTimeoutError):
+    """The request waited longer than its ``queue_timeout`` without getting a row."""
+
+
+class DeadlineExpiredError(RequestTimeoutError):
+    """The request's deadline passed while it waited; nothing of it was computed."""
 
 
 class PolicyError(AsyncschedError):

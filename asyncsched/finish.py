@@ -72,6 +72,7 @@ class Finisher:
             self._fail(record, result)
         if not result.fatal:
             self._planner.top_up()
+        state.notify()
 
     def apply(self, record: InFlight, result: StepResult) -> None:
         """Append the tokens, end what has ended, wake who waits."""

@@ -29,7 +29,15 @@ class Planner:
     """
 
     def __init__(
-        self, state: ControlState, placement: Placement, view: EngineView, executor: Executor, config: EngineConfig, *, evict: Signal
+        self,
+        state: ControlState,
+        placement: Placement,
+        view: EngineView,
+        executor: Executor,
+        config: EngineConfig,
+        *,
+        evict: Signal,
+        watch: Signal,
     ) -> None:
         self.wake = Signal()
         self.blocked = ""
@@ -38,6 +46,7 @@ class Planner:
         self._view = view
         self._executor = executor
         self._evict = evict
+        self._watch = watch
         self._limit = max(1, config.depth)
         self._budget = config.token_budget
         self._chunk_cap = config.chunk_cap or config.token_budget
@@ -58,6 +67,8 @@ class Planner:
             if plan is None:
                 return
             self._executor.submit(plan)
+            if state.outstanding == 1:
+                self._watch.set()
             if state.pool.free < self._low_pages:
                 self._evict.set()
 
@@ -94,7 +105,9 @@ class Planner:
             self._begin_decode(request)
         all_rows = np.concatenate([decode, np.array([request.row for request in sampled], np.int32)]) if sampled else decode
         served = self._served(decode, planned) if state.policies.wants_steps else None
-        state.in_flight.append(InFlight(step, all_rows, rows.lease[all_rows], len(decode), planned, state.outstanding > 0, served))
+        state.in_flight.append(
+            InFlight(step, all_rows, rows.lease[all_rows], len(decode), planned, state.clock(), state.outstanding > 0, served)
+        )
         state.submitted = step
         return StepPlan(step, tuple(joins), leaves, pages, tuple(chunks), decode=bool(len(decode)))
 
@@ -153,7 +166,9 @@ class Planner:
             chunks.append(self._chunk(request, size, step, planned))
             return
         needed, free = self._placement.pages_needed(request), state.pool.free + state.tree.evictable
-        message = f"needs {needed} pages, but only {free} of {state.limits.pages} can be freed: lower max_tokens or enlarge the pool"
+        message = (
+            f"needs {needed} pages, but only {free} of {state.limits.pages} can be freed: lower max_tokens or enlarge the pool"
+        )
         state.release(request, "error", error=RequestTooLargeError(message))
         self.wake.set()
 

@@ -91,7 +91,9 @@ def _find(name: str) -> tuple[Any, str]:
     infos = [_info(point) for point in points]
     if len({(info.value, info.distribution) for info in infos}) > 1:
         claims = " and ".join(f"{info.distribution} {info.version} ({info.value})" for info in infos)
-        raise PolicyLoadError(f"policy name {name!r} is claimed by {claims}; uninstall one, or name the class by its dotted path")
+        raise PolicyLoadError(
+            f"policy name {name!r} is claimed by {claims}; uninstall one, or name the class by its dotted path"
+        )
     origin = f"{infos[0].value}, from {infos[0].distribution} {infos[0].version}"
     try:
         return points[0].load(), origin

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .contract import EMPTY_INTS, IntArray, TokenLogprobs
+from .errors import InvalidParamsError
 from .radix import Node
 from .rows import STOP_SLOTS, RowTable
 from .sampling_params import SamplingParams
@@ -29,7 +30,10 @@ class RequestOptions:
     Attributes:
         priority: For policies; lower is served first.
         tenant: For policies; who pays.
-        deadline: For policies; seconds from submission by which it should have finished.
+        deadline: Seconds from submission by which it should have finished. Policies see it; a request
+            that still waits when it passes ends with ``DeadlineExpiredError``.
+        queue_timeout: Seconds it may wait for a row; ``None`` is the engine's default.
+        timeout: Seconds it may take in all; ``None`` is the engine's default.
         program_id: For policies; requests of one program share it.
         hints: For policies; anything.
         cache_salt: Prefixes are shared only between requests of the same salt.
@@ -38,9 +42,17 @@ class RequestOptions:
     priority: int = 0
     tenant: str = ""
     deadline: float | None = None
+    queue_timeout: float | None = None
+    timeout: float | None = None
     program_id: str | None = None
     hints: Mapping[str, Any] = field(default_factory=dict)
     cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("deadline", "queue_timeout", "timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and not (isinstance(seconds, int | float) and 0 <= seconds < float("inf")):
+                raise InvalidParamsError(f"{name}={seconds!r} must be a number of seconds, at least 0")
 
 
 class Submission:

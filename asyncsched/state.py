@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import anyio
 import numpy as np
 from numpy.typing import NDArray
 
@@ -58,6 +59,7 @@ class InFlight:
         leases: Who held them when the plan was made, int64 ``[n]``.
         decode_rows: How many of ``rows`` decode; the others are chunks that sample.
         chunks: Its prefill chunks.
+        submitted_at: When, on the engine's clock.
         overlapped: It was submitted while an earlier step was still in flight.
         served: Request number → tokens, if a policy wants to know.
     """
@@ -67,6 +69,7 @@ class InFlight:
     leases: NDArray[np.int64]
     decode_rows: int
     chunks: list[PlannedChunk]
+    submitted_at: float
     overlapped: bool
     served: dict[int, int] | None
 
@@ -86,6 +89,7 @@ class Counters:
     evicted_pages: int = 0
     failed_steps: int = 0
     slow_steps: int = 0
+    stuck_warnings: int = 0
     restarts: int = 0
     preemptions: int = 0
     device_busy: float = 0.0
@@ -132,6 +136,7 @@ class ControlState:
         self.completed = 0
         self.mode: Mode = "running"
         self._leases = 0
+        self._watchers: list[anyio.Event] = []
         self.lobby = Signal()
         self.counters = Counters()
 
@@ -139,6 +144,19 @@ class ControlState:
     def outstanding(self) -> int:
         """Steps the device has not completed."""
         return self.submitted - self.completed
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition on this state; it is looked at after every step and every release by hand."""
+        while not condition():
+            event = anyio.Event()
+            self._watchers.append(event)
+            await event.wait()
+
+    def notify(self) -> None:
+        """Have ``until`` look again."""
+        watchers, self._watchers = self._watchers, []
+        for event in watchers:
+            event.set()
 
     def enqueue(self, request: Request) -> None:
         """Put a request into the waiting set, in arrival order."""
@@ -234,7 +252,9 @@ class ControlState:
     def restart(self, request: Request, *, keep: bool = False) -> None:
         """Take a request's row and pages and let it wait again; its output so far becomes part of the fill."""
         self._vacate(request, keep=keep)
-        request.fill = np.concatenate([request.prompt, np.array(request.output, np.int32)]) if request.output else request.prompt
+        request.fill = (
+            np.concatenate([request.prompt, np.array(request.output, np.int32)]) if request.output else request.prompt
+        )
         request.computed = request.inserted = request.cached = 0
         self.counters.restarts += 1
         self.enqueue(request)

@@ -31,6 +31,7 @@ class Statistics:
         restarts: Requests that lost their row and began again, for whatever reason.
         preemptions: Of those, for want of pages.
         failed_steps, slow_steps: Steps that raised, or took longer than ``slow_step_seconds``.
+        stuck_warnings: How often no step completed for ``slow_step_seconds`` although some were in flight.
         policy_faults: Mistakes of policies, by hook.
         device_busy: Seconds the device computed.
         device_idle: Seconds it waited between steps although the next one was submitted in time.
@@ -59,6 +60,7 @@ class Statistics:
     preemptions: int
     failed_steps: int
     slow_steps: int
+    stuck_warnings: int
     policy_faults: Mapping[str, int]
     device_busy: float
     device_idle: float
@@ -101,6 +103,7 @@ def snapshot(state: ControlState, lobby: int) -> Statistics:
         preemptions=counters.preemptions,
         failed_steps=counters.failed_steps,
         slow_steps=counters.slow_steps,
+        stuck_warnings=counters.stuck_warnings,
         policy_faults=dict(state.policies.faults),
         device_busy=counters.device_busy,
         device_idle=counters.device_idle,

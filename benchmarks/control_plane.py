@@ -77,7 +77,9 @@ def main() -> None:
         if options.json:
             print(json.dumps(result), flush=True)
         else:
-            print(f"batch {batch:5d}: {result['us_per_step']:8} µs per step, {result['us_per_request_step']:7} µs per request-step")
+            print(
+                f"batch {batch:5d}: {result['us_per_step']:8} µs per step, {result['us_per_request_step']:7} µs per request-step"
+            )
 
 
 if __name__ == "__main__":

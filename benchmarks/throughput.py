@@ -45,11 +45,18 @@ async def run(engine: asyncsched.Engine, workload: Workload) -> float:
 async def main(options: argparse.Namespace) -> None:
     """Start an engine, run the workloads, print."""
     created = time.perf_counter()
-    async with asyncsched.Engine(options.model, dtype=options.dtype, max_rows=64, max_model_len=2048, depth=options.depth) as engine:
+    async with asyncsched.Engine(
+        options.model, dtype=options.dtype, max_rows=64, max_model_len=2048, depth=options.depth
+    ) as engine:
         await engine.generate([1, 2, 3], max_tokens=1)
         ready = time.perf_counter()
         emit(
-            {"engine": "asyncsched", "workload": "startup", "seconds": round(ready - created, 2), "process": round(ready - STARTED, 2)},
+            {
+                "engine": "asyncsched",
+                "workload": "startup",
+                "seconds": round(ready - created, 2),
+                "process": round(ready - STARTED, 2),
+            },
             options.json,
         )
         await engine.generate(warm_up_prompts(), max_tokens=8, temperature=0, ignore_eos=True)

@@ -106,13 +106,20 @@ def summary(lines: list[Line], statistics: asyncsched.Statistics, seconds: float
     itl = [after - before for line in lines for before, after in zip(line.stamps, line.stamps[1:], strict=False)]
     table = Table(show_header=False, show_edge=False)
     table.add_row("requests", f"{len(lines)}, at once, one event loop, one compute thread")
-    table.add_row("output", f"{statistics.generated_tokens} tokens in {seconds:.1f} s: {statistics.generated_tokens / seconds:.0f} tokens/s")
+    table.add_row(
+        "output",
+        f"{statistics.generated_tokens} tokens in {seconds:.1f} s: {statistics.generated_tokens / seconds:.0f} tokens/s",
+    )
     table.add_row("time to first token", percentiles(ttft))
     table.add_row("inter-token latency", percentiles(itl))
     table.add_row("prefix cache", f"{statistics.hit_rate:.0%} of {statistics.prompt_tokens} prompt tokens found")
     busy = statistics.device_busy / seconds
-    table.add_row("steps", f"{statistics.steps}, of which {statistics.overlap:.0%} were submitted before the one ahead had finished")
-    table.add_row("compute thread", f"busy {busy:.0%} of the time, {statistics.device_idle * 1e3:.0f} ms idle between overlapped steps")
+    table.add_row(
+        "steps", f"{statistics.steps}, of which {statistics.overlap:.0%} were submitted before the one ahead had finished"
+    )
+    table.add_row(
+        "compute thread", f"busy {busy:.0%} of the time, {statistics.device_idle * 1e3:.0f} ms idle between overlapped steps"
+    )
     return table
 
 

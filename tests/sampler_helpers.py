@@ -94,28 +94,30 @@ def adjusted(
     return x
 
 
-def survivors(x: Logits, params: SamplingParams) -> tuple[list[int], bool]:
-    """Token ids that top-k, top-p and min-p keep, and whether rounding might decide otherwise."""
-    kept = sorted((t for t in range(x.size) if x[t] > -math.inf), key=lambda t: (-x[t], t))
+def survivors(x: Logits, params: SamplingParams) -> list[list[int]]:
+    """Token ids that top-k, top-p and min-p keep; two answers where rounding may decide top-p either way."""
+    order = sorted((t for t in range(x.size) if x[t] > -math.inf), key=lambda t: (-x[t], t))
     if params.top_k > 0:
-        kept = kept[: params.top_k]
-    z = (x[kept].astype(np.float64) - float(x[kept[0]])) / params.temperature
-    close = False
-    if params.top_p < 1.0:
-        mass = np.cumsum(np.exp(z)) / np.exp(z).sum()
-        close = bool((np.abs(mass - params.top_p) < 1e-5).any())
-        kept = kept[: int(np.argmax(mass >= params.top_p)) + 1] if (mass >= params.top_p).any() else kept
-    if params.min_p > 0.0:
-        z = z[: len(kept)]
-        close = close or bool((np.abs(z - math.log(params.min_p)) < 1e-9)[z < 0].any())
-        kept = [token for token, each in zip(kept, z, strict=True) if each >= math.log(params.min_p)]
-    return kept, close
+        order = order[: params.top_k]
+    z = (x[order].astype(np.float64) - float(x[order[0]])) / params.temperature
+    mass = np.cumsum(np.exp(z)) / np.exp(z).sum()
+    answers = []
+    for target in (params.top_p - 2e-6, params.top_p + 2e-6) if params.top_p < 1.0 else (2.0,):
+        count = int(np.argmax(mass >= target)) + 1 if (mass >= target).any() else len(order)
+        kept = order[:count]
+        if params.min_p > 0.0:
+            kept = [token for token, each in zip(kept, z, strict=False) if each >= math.log(params.min_p)]
+        answers.append(kept)
+    return answers
 
 
-def choose(x: Logits, kept: Sequence[int], params: SamplingParams, seed: int, position: int) -> int:
-    """The token that adjusted logits and survivors give at one seed and position."""
+def choices(x: Logits, params: SamplingParams, seed: int, position: int) -> set[int]:
+    """The tokens that adjusted logits may give at one seed and position: one, or two next to a top-p boundary."""
     if params.temperature == 0.0:
-        return int(np.argmax(x))
+        return {int(np.argmax(x))}
     top = float(x.max())
-    scores = {t: (float(x[t]) - top) / params.temperature + noise(seed, position, t) for t in kept}
-    return max(scores, key=lambda t: (scores[t], -t))
+    answers = set()
+    for kept in survivors(x, params):
+        scores = {t: (float(x[t]) - top) / params.temperature + noise(seed, position, t) for t in kept}
+        answers.add(max(scores, key=lambda t: (scores[t], -t)))
+    return answers

@@ -98,7 +98,9 @@ class SimulatedDevice:
     def _prefill(self, plan: StepPlan, chunk: PrefillChunk) -> None:
         row = chunk.row
         self._require(bool(self.joined[row]) and not self.active[row], plan, f"chunk for row {row}, which is not prefilling")
-        self._require(chunk.start == self.length[row], plan, f"chunk of row {row} starts at {chunk.start}, not {self.length[row]}")
+        self._require(
+            chunk.start == self.length[row], plan, f"chunk of row {row} starts at {chunk.start}, not {self.length[row]}"
+        )
         inside = (chunk.tokens >= 0) & (chunk.tokens < self.limits.vocab_size)
         self._require(len(chunk.tokens) > 0 and bool(inside.all()), plan, f"chunk of row {row} has impossible tokens")
         one = np.array([row])
@@ -114,7 +116,9 @@ class SimulatedDevice:
     def _slots(self, plan: StepPlan, rows: IntArray, positions: IntArray) -> IntArray:
         size = self.limits.page_size
         pages = self.table[rows, positions // size]
-        self._require(bool((pages >= 0).all()), plan, f"rows {rows[pages < 0]} have no page at positions {positions[pages < 0]}")
+        self._require(
+            bool((pages >= 0).all()), plan, f"rows {rows[pages < 0]} have no page at positions {positions[pages < 0]}"
+        )
         slots: IntArray = pages.astype(np.int64) * size + positions % size
         return slots
 
@@ -129,7 +133,9 @@ class SimulatedDevice:
         visible = np.isin(self.table[self.joined], pages).sum()
         if visible != len(pages):  # another row sees one of them: it may be filled for both, but not changed
             before = self.slots[slots]
-            self._require(bool(((before == 0) | (before == states)).all()), plan, f"rows {np.unique(rows)} overwrite shared pages")
+            self._require(
+                bool(((before == 0) | (before == states)).all()), plan, f"rows {np.unique(rows)} overwrite shared pages"
+            )
         self.slots[slots] = states
 
     def _require(self, condition: bool, plan: StepPlan, what: str) -> None:
