@@ -112,7 +112,7 @@ class Admission:
             self._lobby.popleft()
             tasks.start_soon(self._encode, [first], tasks, self._long)
             return
-        batch = []
+        batch: list[Submission] = []
         while self._lobby and len(batch) < BATCH and not self._lobby[0].requests and _size(self._lobby[0].prompt) < LONG_TEXT:
             batch.append(self._lobby.popleft())
         tasks.start_soon(self._encode, batch, tasks, self._short)
@@ -286,7 +286,8 @@ class Admission:
         bad = (wide < 0) | (wide >= limits.vocab_size)
         if bad.any():
             raise InvalidTokenError(
-                f"token id {wide[bad][0]} at position {int(bad.argmax())} is outside the vocabulary (0 … {limits.vocab_size - 1})"
+                f"token id {wide[bad][0]} at position {int(bad.argmax())} is outside the vocabulary "
+                f"(0 … {limits.vocab_size - 1})"
             )
         return wide.astype(np.int32)
 

@@ -140,7 +140,9 @@ class StepResult:
         failed: Row → why this row alone has no usable token (NaN logits, say). Such a row is in
             ``rows``; its token is meaningless.
         error: The step raised: nothing of it is usable; ``rows`` and ``tokens`` are empty. The
-            deltas (leaves, joins, pages) have been applied all the same.
+            deltas (leaves, joins, pages) have been applied all the same. Later steps that are already
+            in flight may name the same rows and pages; the device computes them as if nothing had
+            happened, and what comes of it is dropped.
         fatal: With ``error``: the device is lost, no later plan can run.
         launched_at: When the device began, monotonic seconds (``time.monotonic``).
         completed_at: When it ended.

@@ -85,7 +85,9 @@ class Engine:
         self._starting = True
         try:
             policies = PolicyHost(self.config)
-            backend = self._given or await anyio.to_thread.run_sync(load_backend, self.config)
+            backend = self._given
+            if backend is None:
+                backend = await anyio.to_thread.run_sync(load_backend, self.config)
             self._used_backend = True
             run = Run(self.config, backend, policies)
             await run.start()
@@ -206,9 +208,9 @@ class Engine:
                 run.abort(submission)
         if mode == "finish" and run.state.mode == "running":
             run.state.mode = "finishing"
-            await run.state.until(lambda: run.state.mode != "finishing" or not run.state.rows.in_use)
-            if run.state.mode == "running":
-                return  # resumed meanwhile
+            await run.state.until(lambda: run.state.resumed or not run.state.rows.in_use)
+            if run.state.resumed:
+                return
         run.state.mode = "frozen"
         await run.state.until(lambda: not run.state.in_flight)
 
@@ -284,10 +286,3 @@ def _is_batch(prompt: Any) -> bool:
         return False
     first = prompt[0]
     return isinstance(first, str) or (isinstance(first, Sequence) and not isinstance(first, Mapping))
-
-
-def _root(exc: BaseException) -> BaseException:
-    """The first leaf of a group: what went wrong before everything else was cancelled."""
-    while isinstance(exc, BaseExceptionGroup):
-        exc = exc.exceptions[0]
-    return exc

@@ -189,7 +189,7 @@ class Finisher:
         if state.events.listeners:
             state.events.emit(
                 StepCompleted(
-                    state.clock(), result.step, record.decode_rows, sum(chunk.size for chunk in record.chunks), result.launched_at,
+                    state.clock(), result.step, record.decode_rows, record.prefill_tokens, result.launched_at,
                     result.completed_at, result.error is not None,
                 )
             )  # fmt: skip

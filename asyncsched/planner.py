@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from .config import EngineConfig
-from .contract import Executor, IntArray, PrefillChunk, RowJoin, StepPlan
+from .contract import EMPTY_INTS, Executor, IntArray, PrefillChunk, RowJoin, StepPlan
 from .errors import RequestTooLargeError
 from .placement import Placement
 from .policy import EngineView
@@ -51,6 +51,7 @@ class Planner:
         self._budget = config.token_budget
         self._chunk_cap = config.chunk_cap or config.token_budget
         self._chunked = config.chunked_prefill
+        self._decode_skipped = False
         self._low_pages = int(config.low_watermark * state.limits.pages)
 
     async def run(self) -> None:
@@ -84,6 +85,8 @@ class Planner:
             if pages is None:
                 return None
         decode = rows.decode_rows()
+        if not len(decode):
+            self._decode_skipped = False
         step = state.submitted + 1
         joins: list[RowJoin] = []
         chunks: list[PrefillChunk] = []
@@ -95,6 +98,10 @@ class Planner:
                 self._unblock(step, joins, chunks, planned)
         if not chunks and not len(decode):
             return None
+        work = len(decode) + sum(chunk.size for chunk in planned)
+        self._decode_skipped = bool(len(decode)) and work > self._budget
+        if self._decode_skipped:  # an unchunked prompt that leaves no room beside it has the step to itself
+            decode = EMPTY_INTS
         leaves = tuple(state.leaves)  # before this step's own endings, which leave with the next plan
         state.leaves.clear()
         if len(decode):
@@ -176,7 +183,10 @@ class Planner:
         """Tokens of a prompt to compute now; 0 if it must wait for the next step."""
         if self._chunked:
             return max(0, min(todo, left, cap))
-        return todo if todo <= left or first else 0  # unchunked: whole, and alone if it is over the budget
+        if todo <= left:
+            return todo
+        # Unchunked: whole, and alone if it is over what is left; but the rows that decode get every other step.
+        return todo if first and not self._decode_skipped else 0
 
     def _chunk(self, request: Request, size: int, step: int, planned: list[PlannedChunk]) -> PrefillChunk:
         """Plan the next ``size`` tokens of a request's fill, and share their whole pages from this step on."""

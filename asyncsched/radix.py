@@ -93,7 +93,7 @@ class RadixTree:
 
     def peek(self, namespace: str, tokens: bytes) -> int:
         """Tokens of ``tokens`` (int32 bytes) that are cached, in whole pages. Changes nothing."""
-        node = self._roots.get(namespace)
+        node: Node | None = self._roots.get(namespace)
         if node is None:
             return 0
         size, position = self.page_bytes, 0

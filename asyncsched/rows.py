@@ -112,12 +112,13 @@ class RowTable:
             self._decode_rows = np.flatnonzero(self.decoding).astype(np.int32)
         return self._decode_rows
 
-    def plan_decode(self, rows: IntArray) -> NDArray[np.int32]:
+    def plan_decode(self, rows: IntArray) -> IntArray:
         """Count one more planned token for ``rows``; returns those that need no further step."""
         self.length[rows] += 1
         left = self.remaining[rows] - 1
         self.remaining[rows] = left
-        return rows[left == 0]
+        done: IntArray = rows[left == 0]
+        return done
 
     def receive(self, rows: IntArray, tokens: IntArray) -> tuple[IntArray, NDArray[np.bool_], NDArray[np.bool_]]:
         """Store one arrived token for each of ``rows``.

@@ -159,6 +159,8 @@ class Run:
             self._fail_all(error)
 
     def _fail_all(self, error: EngineError) -> None:
+        self.state.over = True
+        self.state.notify()
         for submission in list(self.state.live.values()):
             if not submission.requests:
                 submission.error = error
@@ -166,3 +168,10 @@ class Run:
                 submission.wake()
             for request in submission.requests:
                 self.state.release(request, "error", error=error)
+
+
+def _root(exc: BaseException) -> BaseException:
+    """The first leaf of a group: what went wrong before everything else was cancelled."""
+    while isinstance(exc, BaseExceptionGroup):
+        exc = exc.exceptions[0]
+    return exc

@@ -73,6 +73,11 @@ class InFlight:
     overlapped: bool
     served: dict[int, int] | None
 
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens in this step."""
+        return sum(chunk.size for chunk in self.chunks)
+
 
 @dataclass(slots=True)
 class Counters:
@@ -112,6 +117,7 @@ class ControlState:
         in_flight: Steps submitted and not applied, oldest first.
         lobby: Wakes the admission task: a submission came in, or the waiting set has shrunk.
         submitted, completed: Numbers of the last step submitted and completed.
+        over: The engine is closing or dead.
         mode: ``running``; ``finishing``: no waiting request is admitted; ``frozen``: nothing is planned.
     """
 
@@ -135,6 +141,7 @@ class ControlState:
         self.submitted = 0
         self.completed = 0
         self.mode: Mode = "running"
+        self.over = False
         self._leases = 0
         self._watchers: list[anyio.Event] = []
         self.lobby = Signal()
@@ -145,9 +152,14 @@ class ControlState:
         """Steps the device has not completed."""
         return self.submitted - self.completed
 
+    @property
+    def resumed(self) -> bool:
+        """True while waiting requests may be admitted."""
+        return self.mode == "running"
+
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition on this state; it is looked at after every step and every release by hand."""
-        while not condition():
+        """Wait for a condition on this state, or for the end of the engine; looked at after every step and abort."""
+        while not condition() and not self.over:
             event = anyio.Event()
             self._watchers.append(event)
             await event.wait()

@@ -77,9 +77,7 @@ def main() -> None:
         if options.json:
             print(json.dumps(result), flush=True)
         else:
-            print(
-                f"batch {batch:5d}: {result['us_per_step']:8} µs per step, {result['us_per_request_step']:7} µs per request-step"
-            )
+            print("batch {batch:5d}: {us_per_step:8} µs per step, {us_per_request_step:7} µs per request-step".format(**result))
 
 
 if __name__ == "__main__":

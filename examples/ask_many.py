@@ -43,9 +43,9 @@ between countries, mention the difference in one sentence instead of picking one
 QUESTIONS = [  # from MT-bench (FastChat, Apache-2.0), some shortened
     "Could you write a captivating short story beginning with the sentence: The old abandoned house at the end of the street "
     "held a secret that no one had ever discovered.",
-    "Describe a vivid and unique character, using strong imagery and creative language. Please answer in fewer than two paragraphs.",
+    "Describe a vivid and unique character, using strong imagery and creative language, in fewer than two paragraphs.",
     "Write a descriptive paragraph about a bustling marketplace, incorporating sensory details.",
-    "Imagine yourself as a doctor tasked with devising innovative remedies for various ailments. What do you suggest for a cold?",
+    "Imagine yourself as a doctor who is asked for innovative remedies. What do you suggest for a cold?",
     "Please explain the process of photosynthesis in layman's terms.",
     "What are some business etiquette norms when doing business in Japan?",
     "Suggest five award-winning documentary films with brief background descriptions for aspiring filmmakers to study.",

@@ -83,7 +83,8 @@ def adjusted(
         value = float(x[token])
         if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
             value = -math.inf
-        value = float(np.float32(value + np.float32(params.logit_bias.get(token, 0.0))))
+        bias = min(max(params.logit_bias.get(token, 0.0), -3e38), 3e38)
+        value = float(np.float32(value + np.float32(bias)))
         if token in params.bad_token_ids or (token in stop_ids and position < params.min_tokens):
             value = -math.inf
         if token in output or token in prompt:

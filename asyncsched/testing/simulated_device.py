@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..contract import ExecutorLimits, IntArray, PrefillChunk, RowJoin, StepPlan
-from .oracle import U64, extend, sample
+from .oracle import POISON, U64, extend, extend_one, sample
+
+Positions = NDArray[np.int32] | NDArray[np.int64]
 
 
 class SimulationError(Exception):
@@ -55,18 +58,24 @@ class SimulatedDevice:
             self.table[appends.rows, appends.indices] = appends.pages
             self.slots.reshape(-1, self.limits.page_size)[appends.pages] = 0
 
-    def compute(self, plan: StepPlan) -> tuple[IntArray, IntArray]:
-        """The step itself: rows and their sampled tokens, in the contract's order."""
+    def compute(self, plan: StepPlan, *, failing: bool = False) -> tuple[IntArray, IntArray]:
+        """The step itself: rows and their sampled tokens, in the contract's order.
+
+        A ``failing`` step leaves poison where its results should be: steps already in flight may go
+        on with it, but no token that came of it may reach anybody.
+        """
         decode = np.flatnonzero(self.active).astype(np.int32) if plan.decode else np.empty(0, np.int32)
         work = len(decode) + sum(len(chunk.tokens) for chunk in plan.prefill)
         self._require(work > 0, plan, "there is nothing to compute")
-        over = self.token_budget is not None and work > self.token_budget and len(plan.prefill) + len(decode) > 1
+        alone = len(plan.prefill) == 1 and not len(decode)  # a prompt that may not be chunked
+        over = self.token_budget is not None and work > self.token_budget and not alone
         self._require(not over, plan, f"{work} tokens are over the budget of {self.token_budget}")
         for chunk in plan.prefill:
-            self._prefill(plan, chunk)
+            self._prefill(plan, chunk, failing)
         if len(decode):
             before = self._read(plan, decode, self.length[decode] - 1)
-            self._write(plan, decode, self.length[decode], extend(before, self.last_token[decode]))
+            after = np.full_like(before, POISON) if failing else extend(before, self.last_token[decode])
+            self._write(plan, decode, self.length[decode], after)
             self.length[decode] += 1
         sampled = [chunk.row for chunk in plan.prefill if chunk.sample]
         rows = np.concatenate([decode, np.array(sampled, np.int32)])
@@ -95,7 +104,7 @@ class SimulatedDevice:
         self.seed[row] = join.seed
         self.position[row] = join.generated
 
-    def _prefill(self, plan: StepPlan, chunk: PrefillChunk) -> None:
+    def _prefill(self, plan: StepPlan, chunk: PrefillChunk, failing: bool) -> None:
         row = chunk.row
         self._require(bool(self.joined[row]) and not self.active[row], plan, f"chunk for row {row}, which is not prefilling")
         self._require(
@@ -104,30 +113,29 @@ class SimulatedDevice:
         inside = (chunk.tokens >= 0) & (chunk.tokens < self.limits.vocab_size)
         self._require(len(chunk.tokens) > 0 and bool(inside.all()), plan, f"chunk of row {row} has impossible tokens")
         one = np.array([row])
-        state = self._read(plan, one, np.array([chunk.start - 1])) if chunk.start else np.zeros(1, np.uint64)
+        state = int(self._read(plan, one, np.array([chunk.start - 1]))[0]) if chunk.start else 0
         states = np.empty(len(chunk.tokens), np.uint64)
         for index, token in enumerate(chunk.tokens.tolist()):
-            state = extend(state, np.array([token]))
-            states[index] = state[0]
+            states[index] = state = POISON if failing else extend_one(state, token)
         positions = np.arange(chunk.start, chunk.start + len(states))
         self._write(plan, np.full(len(states), row), positions, states)
         self.length[row] += len(states)
 
-    def _slots(self, plan: StepPlan, rows: IntArray, positions: IntArray) -> IntArray:
+    def _slots(self, plan: StepPlan, rows: Positions, positions: Positions) -> Positions:
         size = self.limits.page_size
         pages = self.table[rows, positions // size]
         self._require(
             bool((pages >= 0).all()), plan, f"rows {rows[pages < 0]} have no page at positions {positions[pages < 0]}"
         )
-        slots: IntArray = pages.astype(np.int64) * size + positions % size
+        slots: Positions = pages.astype(np.int64) * size + positions % size
         return slots
 
-    def _read(self, plan: StepPlan, rows: IntArray, positions: IntArray) -> U64:
+    def _read(self, plan: StepPlan, rows: Positions, positions: Positions) -> U64:
         states = self.slots[self._slots(plan, rows, positions)]
         self._require(bool((states != 0).all()), plan, f"rows {rows[states == 0]} read slots that nothing wrote")
         return states
 
-    def _write(self, plan: StepPlan, rows: IntArray, positions: IntArray, states: U64) -> None:
+    def _write(self, plan: StepPlan, rows: Positions, positions: Positions, states: U64) -> None:
         slots = self._slots(plan, rows, positions)
         pages = np.unique(slots // self.limits.page_size)
         visible = np.isin(self.table[self.joined], pages).sum()

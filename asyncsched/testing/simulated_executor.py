@@ -112,6 +112,7 @@ class SimulatedExecutor:
             if plan.step == self._lost_at:
                 raise RuntimeError("device lost")
             if plan.step in self._faults:
+                self.device.compute(plan, failing=True)
                 raise self._faults[plan.step]
             rows, tokens = self.device.compute(plan)
         except Exception as exc:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 import numpy as np
 from ._jit import kernel, launcher, prange
-from .simd import LANES, load, pointer, store
+from .simd import LANES, load, pointer, store, prefetch
 from .lanemath import add, between, exp2, larger, largest, mul, splat, sub, total
 from .threads import parallel
 from .tile import fma_tile, load_indirect, load_row, load_tile, store_tile, zeros
@@ -9,6 +9,7 @@ from .tile import fma_tile, load_indirect, load_row, load_tile, store_tile, zero
 BLOCK = 64
 VECTORS = BLOCK // LANES
 import os
+PK=int(os.environ.get('PK','1'));PV=int(os.environ.get('PV','1'))
 TILE = int(os.environ.get('TILE','24'))
 LOWEST = np.float32(-3e38)
 F = np.float32
@@ -49,10 +50,18 @@ def attend_tile(rows, k_cols, v_cols, q, keys, values, out, table, work, bases,
             page = np.int64(table[t // page_size]) * kv_heads + head
             bases[c] = page * dim * page_size + t % page_size
             bases[VECTORS + c] = (page * page_size + t % page_size) * dim
+        for c in range(VECTORS):
+            t = min(begin + BLOCK + c * LANES, last)
+            page = np.int64(table[t // page_size]) * kv_heads + head
+            bases[2*VECTORS+c] = page * dim * page_size + t % page_size
+            bases[3 * VECTORS + c] = (page * page_size + t % page_size) * dim
         for r in range(0, padded, R):
             for c in range(0, vectors, len(k_cols)):
                 s = zeros(rows, k_cols)
                 for d in range(dim):
+                    if PK and r==0:
+                        prefetch(keys, bases[2*VECTORS] + d * page_size)
+                        prefetch(keys, bases[2*VECTORS+2] + d * page_size)
                     s = fma_tile(s, work, qt + (r * dim + d * R), 1, load_indirect(k_cols, keys, bases, c, d * page_size))
                 store_tile(rows, k_cols, s, work, sc + r * BLOCK + c * LANES, BLOCK)
         for j in range(count):
@@ -85,6 +94,9 @@ def attend_tile(rows, k_cols, v_cols, q, keys, values, out, table, work, bases,
                 for c in range(vectors):
                     base = bases[VECTORS + c] + d
                     for t in range(min(LANES, used - c * LANES)):
+                        if PV and r==0:
+                            prefetch(values, bases[3*VECTORS+c] + t * dim)
+                            prefetch(values, bases[3*VECTORS+c] + t * dim + 32)
                         o = fma_tile(o, work, sc + r * BLOCK + c * LANES + t, BLOCK, load_row(v_cols, values, base + t * dim))
                 store_tile(rows, v_cols, o, work, ac + r * dim + d, dim)
     for j in range(count):
@@ -101,7 +113,7 @@ def attend_range(chunk, chunks, worker, rows, kc, vc, elem, q, keys, values, out
     i = np.int32(0)
     w = work + worker * work_each * 4
     bases = pointer(w, np.int64(0))
-    w = pointer(w + 64, f)
+    w = pointer(w + 128, f)
     q = pointer(q, f)
     keys = pointer(keys, elem)
     values = pointer(values, elem)
