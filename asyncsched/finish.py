@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import anyio.lowlevel
 import numpy as np
-import structlog
 
 from .config import EngineConfig
 from .contract import IntArray, StepResult
 from .errors import EngineDeadError, RequestFailedError, StepFailedError
 from .events import StepCompleted
+from .logs import get_logger
 from .planner import Planner
 from .policy import StepReport
 from .request import Request
@@ -39,7 +39,7 @@ class Finisher:
         self._on_fatal = on_fatal
         self._serial = config.depth == 0
         self._slow = config.slow_step_seconds
-        self._log = structlog.get_logger("asyncsched.finish")
+        self._log = get_logger("finish")
         self._results: deque[StepResult] = deque()
         self._wake = Signal()
         self._last_completed_at: float | None = None

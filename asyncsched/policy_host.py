@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import structlog
-
 from .errors import InvalidDecisionError
+from .logs import get_logger
 from .policy import EngineView, PrefillBudget, StepReport
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class PolicyHost:
     def __init__(self, config: EngineConfig) -> None:
         self.strict = config.strict_policies
         self.faults: dict[str, int] = {}
-        self._log = structlog.get_logger("asyncsched.policy")
+        self._log = get_logger("policy")
         self.scheduling = load_policy(config.policy, "order")
         self.eviction = load_policy(config.eviction_policy, "key")
         self.admission = None if config.admission_policy is None else load_policy(config.admission_policy, "admit")

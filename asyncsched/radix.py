@@ -189,12 +189,14 @@ class RadixTree:
         The tail of a run goes before its head. Returns the freed pages, in runs.
         """
         freed: list[IntArray] = []
+        renewed: set[int] = set()  # nodes whose key has been brought up to date: once is enough
         while count > 0 and self._heap:
             key, number, node = heapq.heappop(self._heap)
             if not _evictable(node):
                 continue  # in use again, no longer a leaf, or gone
-            now = self.eviction_key(node)
+            now = key if number in renewed else self.eviction_key(node)
             if now != key:
+                renewed.add(number)
                 heapq.heappush(self._heap, (now, number, node))
                 continue
             surplus = len(node.pages) - count

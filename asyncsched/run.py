@@ -6,7 +6,6 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-import structlog
 
 from .admission import Admission
 from .backend import Backend
@@ -18,6 +17,7 @@ from .events import EventBus
 from .eviction import Evictor
 from .finish import Finisher
 from .health import Health, examine
+from .logs import get_logger
 from .placement import Placement
 from .planner import Planner
 from .policy_host import PolicyHost
@@ -55,7 +55,7 @@ class Run:
         self.finisher = Finisher(self.state, self.planner, config, self._die)
         self.admission = Admission(self.state, self.planner, view, config, backend.tokenizer)
         self.dropped: Inbox[Submission] = Inbox(self.binding, self.abort)
-        self._log = structlog.get_logger("asyncsched.engine")
+        self._log = get_logger("engine")
         self._numbers = 0
         self._dead: EngineDeadError | None = None
         self._closing = anyio.Event()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 
 import anyio
-import structlog
 
 from .config import EngineConfig
 from .errors import DeadlineExpiredError, QueueTimeoutError, RequestTimeoutError
+from .logs import get_logger
 from .planner import Planner
 from .request import Request, Submission
 from .state import ControlState
@@ -86,7 +86,7 @@ class Watchdog:
         self.wake = Signal()
         self._state = state
         self._seconds = config.slow_step_seconds
-        self._log = structlog.get_logger("asyncsched.watchdog")
+        self._log = get_logger("watchdog")
 
     async def run(self) -> None:
         """Look every ``slow_step_seconds`` while steps are in flight."""

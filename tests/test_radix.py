@@ -372,11 +372,10 @@ def test_stale_heap_entries_do_no_harm() -> None:
 
 def test_the_heap_does_not_grow_with_use() -> None:
     cache = tree()
-    nodes = [insert(cache, run(index, 1), [index]) for index in range(4)]
-    for _ in range(500):
-        for node in nodes:
-            cache.lock(node)
-            cache.unlock(node)
+    node, *_ = [insert(cache, run(index, 1), [index]) for index in range(4)]
+    for _ in range(2000):
+        cache.lock(node)
+        cache.unlock(node)
     assert len(cache._heap) < 200
     assert sorted(evicted(cache, 9)) == [0, 1, 2, 3]
 
@@ -466,9 +465,10 @@ def test_inserted_by_finds_a_steps_nodes_and_what_was_built_on_them() -> None:
 def test_a_split_does_not_change_which_step_inserted_a_page() -> None:
     cache = tree()
     insert(cache, run(1, 2), [0, 1], step=1)
-    cache.match("", raw(run(1, 1)), 2)
+    cache.match("", raw(run(1, 2)), 2)
+    cache.match("", raw(run(1, 1)), 3)
     assert len(cache.inserted_by(1)) == 2
-    assert cache.inserted_by(2) == set()
+    assert cache.inserted_by(2) == cache.inserted_by(3) == set()
 
 
 def test_clear_spares_what_is_in_use() -> None:
@@ -672,5 +672,5 @@ class Model(RuleBasedStateMachine):
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_random_use_equals_a_dictionary(page_size: int) -> None:
     sized = type(f"ModelOf{page_size}", (Model,), {"page_size": page_size})
-    brisk = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+    brisk = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
     run_state_machine_as_test(sized, settings=brisk)
