@@ -13,7 +13,7 @@ import numpy as np
 
 from .config import EngineConfig
 from .contract import IntArray, StepResult
-from .errors import EngineDeadError, RequestFailedError, StepFailedError
+from .errors import EngineDeadError, EngineError, RequestFailedError, StepFailedError
 from .events import StepCompleted
 from .logs import get_logger
 from .planner import Planner
@@ -78,6 +78,8 @@ class Finisher:
         """Append the tokens, end what has ended, wake who waits."""
         state, table = self._state, self._state.rows
         rows, tokens = result.rows, result.tokens
+        if not np.array_equal(rows, record.rows):
+            raise EngineError(f"step {record.step}: the executor answered for rows {rows}, planned were {record.rows}")
         if len(rows):
             mine = table.lease[rows] == record.leases
             if not mine.all():  # released or given away since the plan was made: not theirs any more

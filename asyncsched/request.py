@@ -130,7 +130,8 @@ class Request:
     __slots__ = (
         "admitted_at", "assembler", "cached", "computed", "donated", "error", "fed", "fill", "finish_reason", "finished_at",
         "first_token_at", "hints", "index", "inserted", "lease", "logprobs", "max_new", "namespace", "node", "number", "output",
-        "pages", "preemptions", "prompt", "prompt_logprobs", "row", "rows", "seed", "shareable", "stop_ids", "stop_reason", "submission",
+        "pages", "preemptions", "prompt", "prompt_logprobs", "row", "rows", "seed", "shareable", "stop_ids", "stop_reason",
+        "submission",
         "text_closed", "unread_text", "view", "waiting_since_step",
     )  # fmt: skip
 

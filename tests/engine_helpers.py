@@ -30,7 +30,7 @@ from asyncsched.testing import ByteTokenizer, SimulatedExecutor, check_invariant
 from asyncsched.tokenizer import Message, Tokenizer
 
 LIMITS = ExecutorLimits(max_rows=8, pages=64, page_size=4, max_model_len=128, vocab_size=1000)
-GUARD = 30.0
+GUARD = 10.0
 """Seconds after which a test that hangs is ended; nothing is measured by it."""
 
 ASYNCIO = pytest.mark.parametrize("anyio_backend", [pytest.param("asyncio", id="asyncio")])

@@ -79,6 +79,14 @@ class SimulatedExecutor:
         self._allowed = max(self._allowed, 0) + count
         self._wake.set()
 
+    def hold(self) -> None:
+        """Complete no further step without being asked."""
+        self._allowed = 0
+
+    def fail_next(self, error: BaseException) -> None:
+        """Raise ``error`` in the next plan that is submitted."""
+        self._faults[(self.plans[-1].step if self.plans else 0) + 1] = error
+
     def unhold(self) -> None:
         """Complete steps without being asked from now on."""
         self._allowed = -1

@@ -1,7 +1,7 @@
 from __future__ import annotations
 import numpy as np
 from ._jit import kernel, launcher, prange
-from .simd import LANES, load, pointer, store, prefetch
+from .simd import LANES, load, pointer, store, prefetch_all
 from .lanemath import add, between, exp2, larger, largest, mul, splat, sub, total
 from .threads import parallel
 from .tile import fma_tile, load_indirect, load_row, load_tile, store_tile, zeros
@@ -59,9 +59,10 @@ def attend_tile(rows, k_cols, v_cols, q, keys, values, out, table, work, bases,
             for c in range(0, vectors, len(k_cols)):
                 s = zeros(rows, k_cols)
                 for d in range(dim):
-                    if PK and r==0:
-                        prefetch(keys, bases[2*VECTORS] + d * page_size)
-                        prefetch(keys, bases[2*VECTORS+2] + d * page_size)
+                    if PK and r==0 and c==0:
+                        prefetch_all(k_cols, keys, bases, 2*VECTORS, d*page_size)
+                        if PV:
+                            prefetch_all(k_cols, values, bases, 3*VECTORS, d*LANES)
                     s = fma_tile(s, work, qt + (r * dim + d * R), 1, load_indirect(k_cols, keys, bases, c, d * page_size))
                 store_tile(rows, k_cols, s, work, sc + r * BLOCK + c * LANES, BLOCK)
         for j in range(count):
@@ -94,9 +95,6 @@ def attend_tile(rows, k_cols, v_cols, q, keys, values, out, table, work, bases,
                 for c in range(vectors):
                     base = bases[VECTORS + c] + d
                     for t in range(min(LANES, used - c * LANES)):
-                        if PV and r==0:
-                            prefetch(values, bases[3*VECTORS+c] + t * dim)
-                            prefetch(values, bases[3*VECTORS+c] + t * dim + 32)
                         o = fma_tile(o, work, sc + r * BLOCK + c * LANES + t, BLOCK, load_row(v_cols, values, base + t * dim))
                 store_tile(rows, v_cols, o, work, ac + r * dim + d, dim)
     for j in range(count):

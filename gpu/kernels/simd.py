@@ -181,17 +181,19 @@ def store_part(typingctx: Any, buffer: Any, offset: Any, value: Any, count: Any)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def prefetch(typingctx: Any, buffer: Any, offset: Any) -> Any:
+def prefetch_all(typingctx: Any, columns: Any, buffer: Any, bases: Any, first: Any, offset: Any) -> Any:
     """Ask for the cache line of ``buffer[offset]``; harmless wherever it points."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = builder.bitcast(builder.gep(args[0], [args[1]]), ir.IntType(8).as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [address.type, I32, I32, I32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        builder.call(function, [address, I32(0), I32(LOCALITY), I32(1)])
+        for c in range(columns.count):
+            base=builder.load(builder.gep(args[2], [builder.add(args[3], args[3].type(c))]))
+            address = builder.bitcast(builder.gep(args[1], [builder.add(base,args[4])]), ir.IntType(8).as_pointer())
+            kind = ir.FunctionType(ir.VoidType(), [address.type, I32, I32, I32])
+            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+            builder.call(function, [address, I32(0), I32(LOCALITY), I32(1)])
         return context.get_dummy_value()
 
-    return types.void(buffer, offset), codegen
+    return types.void(columns, buffer, bases, first, offset), codegen
 
 import os
 LOCALITY=int(os.environ.get('LOC','3'))
