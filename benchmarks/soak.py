@@ -163,6 +163,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first round")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     import logging
@@ -170,14 +171,18 @@ def main() -> int:
     import structlog
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    rng, tally = random.Random(options.seed), Tally()
+    tally = Tally()
     deadline = time.monotonic() + options.minutes * 60
     memory: list[tuple[float, int]] = []
     with Progress(TextColumn("soak"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), disable=options.json) as bar:
         task = bar.add_task("", total=options.minutes * 60)
         begun = time.monotonic()
         while time.monotonic() < deadline:
+            rng = random.Random(f"{options.seed}/{options.first + tally.rounds}")  # each round can be repeated alone
+            before = len(tally.wrong) + len(tally.leaks)
             trio.run(one_round, rng, tally, clock=trio.testing.MockClock(autojump_threshold=0))
+            if len(tally.wrong) + len(tally.leaks) > before:
+                print(f"round {options.first + tally.rounds - 1} went wrong", file=sys.stderr)
             gc.collect()
             memory.append((time.monotonic() - begun, resident_kib()))
             bar.update(task, completed=time.monotonic() - begun, description=f"{tally.rounds} rounds, {tally.row_steps:,} row-steps")

@@ -672,5 +672,5 @@ class Model(RuleBasedStateMachine):
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_random_use_equals_a_dictionary(page_size: int) -> None:
     sized = type(f"ModelOf{page_size}", (Model,), {"page_size": page_size})
-    brisk = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+    brisk = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
     run_state_machine_as_test(sized, settings=brisk)

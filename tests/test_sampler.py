@@ -158,8 +158,9 @@ def test_ids_outside_the_vocabulary_are_ignored() -> None:
     assert one(params, [0.0, 1.0, 5.0], stop_ids=(7, -1)) == 1
 
 
-def test_min_tokens_suppresses_stop_ids_until_reached() -> None:
-    params = SamplingParams(temperature=0.0, min_tokens=2)
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}], ids=str)
+def test_min_tokens_suppresses_stop_ids_until_reached(options: dict[str, float]) -> None:
+    params = SamplingParams(**options, min_tokens=2)  # type: ignore[arg-type]  # the options are valid
     sampler = sampler_with(4, join(0, params, stop_ids=(3, 1)))
     logits = torch.tensor([[0.0, 5.0, 1.0, 9.0]])
     assert [int(sampler.sample(logits, ints([0])).tokens[0]) for _ in range(4)] == [2, 2, 3, 3]

@@ -49,6 +49,7 @@ class SimulatedExecutor:
         self._faults = dict(faults or {})
         self._lost_at = lost_at
         self._queue: deque[StepPlan] = deque()
+        self._in_flight: deque[StepPlan] = deque()
         self._wake = Signal()
         self._allowed = 0 if hold else -1
         self._deliver: Callable[[StepResult], None] | None = None
@@ -71,7 +72,10 @@ class SimulatedExecutor:
     def submit(self, plan: StepPlan) -> None:
         """Queue one plan."""
         self.plans.append(plan)
+        if self._in_flight and self._fence_broken(plan):
+            self._faults[plan.step] = SimulationError(f"step {plan.step}: a row or page is given out that a step in flight may use")
         self._queue.append(plan)
+        self._in_flight.append(plan)
         self._wake.set()
 
     def step(self, count: int = 1) -> None:
@@ -96,6 +100,29 @@ class SimulatedExecutor:
         """Stop; called from a worker thread by the engine."""
         self.closed = True
 
+    def _fence_broken(self, plan: StepPlan) -> bool:
+        """True if ``plan`` gives out rows or pages that a step in flight may still touch.
+
+        Those are what the device knows now, less the rows that leave with the oldest step in flight,
+        and what later steps in flight give out.
+        """
+        device, first = self.device, self._in_flight[0]
+        held = device.joined.copy()
+        if device.step < first.step:
+            held[list(first.leaves)] = False
+        rows = set(np.flatnonzero(held).tolist())
+        pages = [device.table[held].ravel()]
+        for earlier in self._in_flight:
+            if earlier.step > device.step:
+                rows.update(join.row for join in earlier.joins)
+                pages += [join.pages for join in earlier.joins]
+                pages.append(earlier.pages.pages)
+        if any(join.row in rows for join in plan.joins):
+            return True
+        size = self._limits.page_size
+        fresh = [join.pages[join.cached // size :] for join in plan.joins] + [plan.pages.pages]
+        return bool(np.isin(np.concatenate(fresh), np.concatenate(pages)).any())
+
     async def _run(self) -> None:
         while not self.closed:
             with anyio.move_on_after(None if not self.closed else 0):
@@ -109,6 +136,7 @@ class SimulatedExecutor:
                 if seconds > 0:
                     await anyio.sleep(seconds)
                 result = self.run(plan, launched, launched + seconds)
+                self._in_flight.popleft()
                 assert self._deliver is not None
                 self._deliver(result)
 
@@ -119,9 +147,10 @@ class SimulatedExecutor:
             self.device.apply_deltas(plan)
             if plan.step == self._lost_at:
                 raise RuntimeError("device lost")
-            if plan.step in self._faults:
+            fault = self._faults.get(plan.step)
+            if fault is not None:
                 self.device.compute(plan, failing=True)
-                raise self._faults[plan.step]
+                raise fault
             rows, tokens = self.device.compute(plan)
         except Exception as exc:
             error = exc

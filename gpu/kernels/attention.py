@@ -1,141 +1,266 @@
+"""Attention of a packed step over the paged pool: one kernel for decode and prefill.
+
+Queries that share a key/value head are cut into *tiles*: consecutive (token, head) pairs of one
+segment, so a tile is the head group of one decoded token or of several prompt tokens. A tile
+walks its context in blocks of 64 positions, read in place through the block table, and keeps a
+running maximum and sum per query (online softmax: Milakov and Gimelshein, arXiv:1805.02867; in
+blocks as in Dao et al., FlashAttention, arXiv:2205.14135), all in float32.
+
+Blocks begin at absolute positions and every query has accumulators of its own, so the arithmetic
+for one query is the same in whatever tile, chunk, batch or thread it is computed, bit for bit.
+"""
+
 from __future__ import annotations
+
+from typing import Any, NamedTuple
+
 import numpy as np
-from ._jit import kernel, launcher, prange
-from .simd import LANES, load, pointer, store, prefetch_all
-from .lanemath import add, between, exp2, larger, largest, mul, splat, sub, total
+
+from ._jit import kernel
+from .lanemath import add, between, exp2, larger, largest, mul, splat, sub, tanh, total
+from .simd import LANES, load, load_part, pointer, store, store_part
 from .threads import parallel
-from .tile import fma_tile, load_indirect, load_row, load_tile, store_tile, zeros
+from .tile import fma_tile, load_indirect, load_row, load_tile, prefetch_indirect, store_tile, zeros
 
 BLOCK = 64
 VECTORS = BLOCK // LANES
-import os
-PK=int(os.environ.get('PK','1'));PV=int(os.environ.get('PV','1'))
-TILE = int(os.environ.get('TILE','24'))
-LOWEST = np.float32(-3e38)
-F = np.float32
+TILE = 24
+_LOWEST = np.float32(-3e38)
+_MASKED = np.float32(-np.inf)
+_LEAST = 1 << 14
+
+
+class Shape(NamedTuple):
+    """Sizes that do not change within a call, all int64."""
+
+    heads: int
+    kv_heads: int
+    group: int
+    dim: int
+    width: int
+    page_size: int
+    max_pages: int
+    window: int
+    staged: int
+
+
+class Place(NamedTuple):
+    """One tile: queries ``first … first + count - 1`` of a segment's (token, head in group) pairs."""
+
+    token: int
+    start: int
+    first: int
+    count: int
+    padded: int
+    head: int
+
+
+class Scratch(NamedTuple):
+    """Offsets into a worker's float32 memory."""
+
+    queries: int
+    scores: int
+    sums: int
+    tops: int
+    outputs: int
+
 
 @kernel
-def attend_tile(rows, k_cols, v_cols, q, keys, values, out, table, work, bases,
-                token0, start, first, count, head, heads, group, dim, kv_heads, page_size, scale, window):
-    R = len(rows)
-    padded = (count + R - 1) // R * R
-    qt = 0
-    sc = qt + ((padded * dim + 15) & -16)
-    ac = sc + padded * BLOCK
-    ls = ac + padded * dim
-    ms = ls + padded * LANES
-    for j in range(padded):
-        if j < count:
-            token = token0 + (first + j) // group
-            src = (token * heads + head * group + (first + j) % group) * dim
-            for d in range(dim):
-                work[qt + (j // R * dim + d) * R + j % R] = q[src + d] * scale
-        else:
-            for d in range(dim):
-                work[qt + (j // R * dim + d) * R + j % R] = F(0)
-        work[ms + j] = LOWEST
-        store(work, ls + j * LANES, splat(F(0)))
-        for d in range(0, dim, LANES):
-            store(work, ac + j * dim + d, splat(F(0)))
-    last = start + (first + count - 1) // group
-    low = 0
-    if window > 0:
-        low = max(0, start + first // group - window + 1)
-    for block in range(low // BLOCK, last // BLOCK + 1):
+def _query_row(place: Any, shape: Any, index: Any) -> Any:
+    """Row of the packed ``[tokens × heads]`` array that holds query ``index`` of the tile."""
+    flat = place.first + index
+    return (place.token + flat // shape.group) * shape.heads + place.head * shape.group + flat % shape.group
+
+
+@kernel
+def _begin(rows: Any, place: Any, shape: Any, work: Any, at: Any, q: Any, scale: Any) -> None:
+    """Load the queries, interleaved by ``rows`` so that one dimension of a row group is contiguous."""
+    step = len(rows)
+    for j in range(place.padded):
+        target = at.queries + j // step * step * shape.dim + j % step
+        source = _query_row(place, shape, j) * shape.dim
+        for d in range(shape.dim):
+            work[target + d * step] = q[source + d] * scale if j < place.count else np.float32(0.0)
+        work[at.tops + j] = _LOWEST
+        store(work, at.sums + j * LANES, splat(np.float32(0.0)))
+        for d in range(0, shape.width, LANES):
+            store(work, at.outputs + j * shape.width + d, splat(np.float32(0.0)))
+
+
+@kernel
+def _locate(place: Any, shape: Any, table: Any, bases: Any, slot: Any, begin: Any, last: Any, head: Any) -> None:
+    """Where the vectors of 16 positions from ``begin`` on are: keys at ``slot``, values behind them."""
+    for c in range(VECTORS):
+        t = min(begin + c * LANES, last)
+        t -= t % LANES
+        page = np.int64(table[t // shape.page_size]) * shape.kv_heads + head
+        offset = t % shape.page_size
+        bases[slot + c] = page * shape.dim * shape.page_size + offset
+        bases[slot + VECTORS + c] = (page * shape.page_size + offset) * shape.dim
+
+
+@kernel
+def _stage(place: Any, shape: Any, table: Any, bases: Any, begin: Any, used: Any, keys: Any, values: Any, stage: Any) -> None:
+    """Copy a block whose pages or head size do not fit vectors of 16: keys ``[dim, 64]``, values ``[64, width]``."""
+    for t in range(used):
+        page = np.int64(table[(begin + t) // shape.page_size]) * shape.kv_heads + place.head
+        offset = (begin + t) % shape.page_size
+        for d in range(shape.dim):
+            stage[d * BLOCK + t] = keys[(page * shape.dim + d) * shape.page_size + offset]
+            stage[shape.dim * BLOCK + t * shape.width + d] = values[(page * shape.page_size + offset) * shape.dim + d]
+    for c in range(VECTORS):
+        bases[c] = c * LANES
+        bases[VECTORS + c] = shape.dim * BLOCK + c * LANES * shape.width
+
+
+@kernel
+def _score(rows: Any, columns: Any, place: Any, shape: Any, work: Any, at: Any, keys: Any, values: Any, bases: Any, vectors: Any, stride: Any) -> None:
+    """Scores of all queries against one block, while the next block is on its way to the cache."""
+    step = len(rows)
+    for r in range(0, place.padded, step):
+        for c in range(0, vectors, len(columns)):
+            ahead = r == 0 and shape.staged == 0
+            tile = zeros(rows, columns)
+            for d in range(shape.dim):
+                if ahead:
+                    prefetch_indirect(columns, keys, bases, 2 * VECTORS + c, d * stride)
+                    prefetch_indirect(columns, values, bases, 3 * VECTORS + c, d * LANES)
+                row = load_indirect(columns, keys, bases, c, d * stride)
+                tile = fma_tile(tile, work, at.queries + r * shape.dim + d * step, 1, row)
+            store_tile(rows, columns, tile, work, at.scores + r * BLOCK + c * LANES, BLOCK)
+
+
+@kernel
+def _weigh(place: Any, shape: Any, work: Any, at: Any, begin: Any, vectors: Any, cap: Any) -> None:
+    """Scores to softmax weights under the running maximum; rescale what was summed under an older one."""
+    for j in range(place.count):
+        position = place.start + (place.first + j) // shape.group - begin
+        oldest = position - shape.window + 1 if shape.window > 0 else 0
+        row = at.scores + j * BLOCK
+        before = work[at.tops + j]
+        top = splat(before)
+        for c in range(vectors):
+            x = load(work, row + c * LANES)
+            if cap > 0:
+                x = mul(tanh(x), splat(cap))
+            x = between(x, oldest - c * LANES, position - c * LANES, _MASKED)
+            store(work, row + c * LANES, x)
+            top = larger(x, top)
+        now = largest(top)
+        sums = load(work, at.sums + j * LANES)
+        if now > before:
+            work[at.tops + j] = now
+            shrink = exp2(splat(before - now))
+            sums = mul(sums, shrink)
+            for d in range(0, shape.width, LANES):
+                at_d = at.outputs + j * shape.width + d
+                store(work, at_d, mul(load(work, at_d), shrink))
+        for c in range(vectors):
+            weight = exp2(sub(load(work, row + c * LANES), splat(now)))
+            store(work, row + c * LANES, weight)
+            sums = add(sums, weight)
+        store(work, at.sums + j * LANES, sums)
+
+
+@kernel
+def _accumulate(rows: Any, columns: Any, place: Any, shape: Any, work: Any, at: Any, values: Any, bases: Any, used: Any, stride: Any) -> None:
+    """Add the block's values, weighted. Positions from ``used`` on are never read: they may hold anything."""
+    for r in range(0, place.padded, len(rows)):
+        for d in range(0, shape.width, LANES * len(columns)):
+            target = at.outputs + r * shape.width + d
+            tile = load_tile(rows, columns, work, target, shape.width)
+            for c in range((used + LANES - 1) // LANES):
+                base = bases[VECTORS + c] + d
+                weights = at.scores + r * BLOCK + c * LANES
+                for t in range(min(LANES, used - c * LANES)):
+                    tile = fma_tile(tile, work, weights + t, BLOCK, load_row(columns, values, base + t * stride))
+            store_tile(rows, columns, tile, work, target, shape.width)
+
+
+@kernel
+def _finish(place: Any, shape: Any, work: Any, at: Any, out: Any) -> None:
+    """Divide by the sum of weights and round to the output's format."""
+    for j in range(place.count):
+        factor = splat(np.float32(1.0) / total(load(work, at.sums + j * LANES)))
+        target = _query_row(place, shape, j) * shape.dim
+        for d in range(0, shape.dim, LANES):
+            value = mul(load(work, at.outputs + j * shape.width + d), factor)
+            store_part(out, target + d, value, shape.dim - d)
+
+
+@kernel
+def _attend_tile(rows: Any, key_columns: Any, value_columns: Any, place: Any, shape: Any, table: Any, q: Any, keys: Any, values: Any, out: Any, bases: Any, work: Any, stage: Any, scale: Any, cap: Any) -> None:
+    padded = place.padded
+    scores = (padded * shape.dim + LANES - 1) // LANES * LANES
+    sums = scores + padded * BLOCK
+    tops = sums + padded * LANES
+    at = Scratch(0, scores, sums, tops, tops + (padded + LANES - 1) // LANES * LANES)
+    _begin(rows, place, shape, work, at, q, scale)
+    last = place.start + (place.first + place.count - 1) // shape.group
+    oldest = max(0, place.start + place.first // shape.group - shape.window + 1) if shape.window > 0 else 0
+    for block in range(oldest // BLOCK, last // BLOCK + 1):
         begin = block * BLOCK
         used = min(last + 1 - begin, BLOCK)
         vectors = (used + LANES - 1) // LANES
-        for c in range(VECTORS):
-            t = begin + (c * LANES if c < vectors else 0)
-            page = np.int64(table[t // page_size]) * kv_heads + head
-            bases[c] = page * dim * page_size + t % page_size
-            bases[VECTORS + c] = (page * page_size + t % page_size) * dim
-        for c in range(VECTORS):
-            t = min(begin + BLOCK + c * LANES, last)
-            page = np.int64(table[t // page_size]) * kv_heads + head
-            bases[2*VECTORS+c] = page * dim * page_size + t % page_size
-            bases[3 * VECTORS + c] = (page * page_size + t % page_size) * dim
-        for r in range(0, padded, R):
-            for c in range(0, vectors, len(k_cols)):
-                s = zeros(rows, k_cols)
-                for d in range(dim):
-                    if PK and r==0 and c==0:
-                        prefetch_all(k_cols, keys, bases, 2*VECTORS, d*page_size)
-                        if PV:
-                            prefetch_all(k_cols, values, bases, 3*VECTORS, d*LANES)
-                    s = fma_tile(s, work, qt + (r * dim + d * R), 1, load_indirect(k_cols, keys, bases, c, d * page_size))
-                store_tile(rows, k_cols, s, work, sc + r * BLOCK + c * LANES, BLOCK)
-        for j in range(count):
-            pos = start + (first + j) // group - begin
-            lo = pos - window + 1 if window > 0 else 0
-            row = sc + j * BLOCK
-            old = work[ms + j]
-            top = splat(old)
-            for c in range(vectors):
-                x = between(load(work, row + c * LANES), lo - c * LANES, pos - c * LANES, F(-np.inf))
-                store(work, row + c * LANES, x)
-                top = larger(x, top)
-            new = largest(top)
-            if new > old:
-                work[ms + j] = new
-                corr = exp2(splat(old - new))
-                store(work, ls + j * LANES, mul(load(work, ls + j * LANES), corr))
-                for d in range(0, dim, LANES):
-                    store(work, ac + j * dim + d, mul(load(work, ac + j * dim + d), corr))
-            m = splat(new)
-            l = load(work, ls + j * LANES)
-            for c in range(vectors):
-                p = exp2(sub(load(work, row + c * LANES), m))
-                store(work, row + c * LANES, p)
-                l = add(l, p)
-            store(work, ls + j * LANES, l)
-        for r in range(0, padded, R):
-            for d in range(0, dim, LANES * len(v_cols)):
-                o = load_tile(rows, v_cols, work, ac + r * dim + d, dim)
-                for c in range(vectors):
-                    base = bases[VECTORS + c] + d
-                    for t in range(min(LANES, used - c * LANES)):
-                        o = fma_tile(o, work, sc + r * BLOCK + c * LANES + t, BLOCK, load_row(v_cols, values, base + t * dim))
-                store_tile(rows, v_cols, o, work, ac + r * dim + d, dim)
-    for j in range(count):
-        token = token0 + (first + j) // group
-        dst = (token * heads + head * group + (first + j) % group) * dim
-        inv = splat(F(1) / total(load(work, ls + j * LANES)))
-        for d in range(0, dim, LANES):
-            store(out, dst + d, mul(load(work, ac + j * dim + d), inv))
+        if shape.staged:
+            _stage(place, shape, table, bases, begin, used, keys, values, stage)
+        else:
+            _locate(place, shape, table, bases, 0, begin, last, place.head)
+            if block < last // BLOCK:
+                _locate(place, shape, table, bases, 2 * VECTORS, begin + BLOCK, last, place.head)
+            else:
+                _locate(place, shape, table, bases, 2 * VECTORS, oldest // BLOCK * BLOCK, last, min(place.head + 1, shape.kv_heads - 1))
+        near_keys = stage if shape.staged else keys
+        near_values = stage if shape.staged else values
+        _score(rows, key_columns, place, shape, work, at, near_keys, near_values, bases, vectors, BLOCK if shape.staged else shape.page_size)
+        _weigh(place, shape, work, at, begin, vectors, cap)
+        _accumulate(rows, value_columns, place, shape, work, at, near_values, bases, used, shape.width if shape.staged else shape.dim)
+    _finish(place, shape, work, at, out)
+
 
 @kernel
-def attend_range(chunk, chunks, worker, rows, kc, vc, elem, q, keys, values, out, table, max_pages, seg_row, seg_first, seg_len, seg_start,
-            segments, work, work_each, heads, group, dim, kv_heads, page_size, scale, window, total):
-    f = np.float32(0)
-    i = np.int32(0)
-    w = work + worker * work_each * 4
-    bases = pointer(w, np.int64(0))
-    w = pointer(w + 128, f)
-    q = pointer(q, f)
-    keys = pointer(keys, elem)
-    values = pointer(values, elem)
-    out = pointer(out, elem)
-    seg_row = pointer(seg_row, i)
-    seg_first = pointer(seg_first, i)
-    seg_len = pointer(seg_len, i)
-    seg_start = pointer(seg_start, i)
-    low = total * chunk // chunks
-    high = total * (chunk + 1) // chunks
+def _cost(shape: Any, start: Any, first: Any, count: Any) -> Any:
+    """Work of a tile in arbitrary units: positions read × (a share per query + one for reading)."""
+    reach = start + (first + count - 1) // shape.group + 1
+    if shape.window > 0:
+        reach = min(reach, shape.window + count // shape.group)
+    return reach * (count + 3)
+
+
+@kernel
+def _attend_chunk(chunk: Any, chunks: Any, worker: Any, rows: Any, key_columns: Any, value_columns: Any, element: Any, shape: Any, segments: Any, table: Any, seg_row: Any, seg_first: Any, seg_len: Any, seg_start: Any, q: Any, keys: Any, values: Any, out: Any, work: Any, work_bytes: Any, stage_at: Any, scale: Any, cap: Any, everything: Any) -> None:
+    index = np.int32(0)
+    number = np.float32(0.0)
+    memory = work + worker * work_bytes
+    low = everything * chunk // chunks
+    high = everything * (chunk + 1) // chunks
     cost = 0
     for s in range(segments):
-        n = np.int64(seg_len[s]) * group
-        start = np.int64(seg_start[s])
-        row_table = pointer(table + np.int64(seg_row[s]) * max_pages * 4, np.int32(0))
-        for head in range(kv_heads):
+        begin = np.int64(pointer(seg_start, index)[s])
+        n = np.int64(pointer(seg_len, index)[s]) * shape.group
+        token = np.int64(pointer(seg_first, index)[s])
+        own_table = pointer(table + np.int64(pointer(seg_row, index)[s]) * shape.max_pages * 4, index)
+        for head in range(shape.kv_heads):
             for first in range(0, n, TILE):
                 count = min(TILE, n - first)
                 if low <= cost < high:
-                    attend_tile(rows, kc, vc, q, keys, values, out, row_table, w, bases, np.int64(seg_first[s]), start, first, count, head, heads, group, dim, kv_heads, page_size, scale, window)
-                cost += (start + (first + count) // group) * (count + 3)
+                    padded = (count + len(rows) - 1) // len(rows) * len(rows)
+                    place = Place(token, begin, first, count, padded, head)
+                    _attend_tile(rows, key_columns, value_columns, place, shape, own_table, pointer(q, number), pointer(keys, element), pointer(values, element), pointer(out, element), pointer(memory, np.int64(0)), pointer(memory + 4 * BLOCK, number), pointer(memory + stage_at, element), scale, cap)
+                cost += _cost(shape, begin, first, count)
+
 
 @kernel
-def attend(rows, kc, vc, elem, q, keys, values, out, table, max_pages, seg_row, seg_first, seg_len, seg_start,
-            segments, work, work_each, heads, group, dim, kv_heads, page_size, scale, window, total, fork, threads, chunks):
-    parallel(attend_range, fork, threads, chunks, (rows, kc, vc, elem, q, keys, values, out, table, max_pages, seg_row, seg_first, seg_len, seg_start,
-            segments, work, work_each, heads, group, dim, kv_heads, page_size, scale, window, total))
+def _attend(rows: Any, key_columns: Any, value_columns: Any, element: Any, heads: Any, kv_heads: Any, dim: Any, page_size: Any, max_pages: Any, window: Any, segments: Any, table: Any, seg_row: Any, seg_first: Any, seg_len: Any, seg_start: Any, q: Any, keys: Any, values: Any, out: Any, work: Any, work_bytes: Any, stage_at: Any, scale: Any, cap: Any, fork: Any, threads: Any) -> None:
+    width = (dim + LANES - 1) // LANES * LANES
+    staged = 1 if page_size % LANES != 0 or dim % LANES != 0 else 0
+    shape = Shape(heads, kv_heads, heads // kv_heads, dim, width, page_size, max_pages, window, staged)
+    everything = 0
+    for s in range(segments):
+        n = np.int64(pointer(seg_len, np.int32(0))[s]) * shape.group
+        for first in range(0, n, TILE):
+            everything += kv_heads * _cost(shape, np.int64(pointer(seg_start, np.int32(0))[s]), first, min(TILE, n - first))
+    if everything * dim < _LEAST:
+        threads = 1
+    chunks = threads * 4 if threads > 1 else 1
+    parallel(_attend_chunk, fork, threads, chunks, (rows, key_columns, value_columns, element, shape, segments, table, seg_row, seg_first, seg_len, seg_start, q, keys, values, out, work, work_bytes, stage_at, np.float32(scale), np.float32(cap), everything))

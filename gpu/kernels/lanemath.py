@@ -122,7 +122,7 @@ def _at_most_128(builder: Any, value: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def exp2(typingctx: Any, value: Any) -> Any:
-    """``2 ** value`` to 1e-7 relative; 0 below the normal range, infinity above it, NaN of NaN."""
+    """``2 ** value`` to 1e-7 relative; 0 below the normal range, infinity from 2**127.5 on, NaN of NaN."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x = _at_most_128(builder, args[0])
@@ -132,9 +132,19 @@ def exp2(typingctx: Any, value: Any) -> Any:
     return lanes(value), codegen
 
 
+def _exp(builder: Any, value: Any) -> Any:
+    x = builder.select(builder.fcmp_ordered(">", value, floats(88.75)), floats(88.75), value)
+    exponent = builder.fmul(x, floats(_LOG2E))
+    magic = builder.fadd(exponent, floats(_ROUND))
+    whole = builder.fsub(magic, floats(_ROUND))
+    fraction = ir_fma(builder, x, floats(_LOG2E), builder.fneg(whole))
+    fraction = ir_fma(builder, x, floats(_LOG2E_REST), fraction)
+    return _power_of_two(builder, exponent, magic, fraction)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def exp(typingctx: Any, value: Any) -> Any:
-    """``e ** value`` to 1e-7 relative; 0 below the normal range, infinity above it, NaN of NaN.
+    """``e ** value`` to 1e-7 relative; 0 below the normal range, infinity from 2**127.5 on, NaN of NaN.
 
     The fraction is taken from ``value`` by fused multiply-adds with log2(e) in two parts (after
     Cody and Waite, Software Manual for the Elementary Functions, 1980), so large arguments lose
@@ -142,12 +152,17 @@ def exp(typingctx: Any, value: Any) -> Any:
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x = builder.select(builder.fcmp_ordered(">", args[0], floats(88.75)), floats(88.75), args[0])
-        exponent = builder.fmul(x, floats(_LOG2E))
-        magic = builder.fadd(exponent, floats(_ROUND))
-        whole = builder.fsub(magic, floats(_ROUND))
-        fraction = ir_fma(builder, x, floats(_LOG2E), builder.fneg(whole))
-        fraction = ir_fma(builder, x, floats(_LOG2E_REST), fraction)
-        return _power_of_two(builder, exponent, magic, fraction)
+        return _exp(builder, args[0])
+
+    return lanes(value), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def tanh(typingctx: Any, value: Any) -> Any:
+    """Hyperbolic tangent to 2e-7 absolute."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        grown = _exp(builder, builder.fadd(args[0], args[0]))
+        return builder.fsub(floats(1.0), builder.fdiv(floats(2.0), builder.fadd(grown, floats(1.0))))
 
     return lanes(value), codegen

@@ -111,7 +111,7 @@ def _race(x: Floats, peaks: Floats, top: np.float32, cut: int, row: Record, inve
             if kept and (part[i] - top) * inverse + _noise_bound(stream, first + i) >= limit:
                 z = (float(part[i]) - float(top)) / row.temperature
                 score = z + _noise(stream, first + i)
-                if z >= log_min_p and (score > best or (score == best and first + i < winner)):
+                if z >= log_min_p and score > best:
                     best = score
                     winner = first + i
     return winner

@@ -181,19 +181,18 @@ def store_part(typingctx: Any, buffer: Any, offset: Any, value: Any, count: Any)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def prefetch_all(typingctx: Any, columns: Any, buffer: Any, bases: Any, first: Any, offset: Any) -> Any:
-    """Ask for the cache line of ``buffer[offset]``; harmless wherever it points."""
+def store_strided(typingctx: Any, buffer: Any, offset: Any, stride: Any, value: Any, count: Any) -> Any:
+    """Lane ``i`` to ``buffer[offset + i * stride]`` for the first ``count`` lanes, rounded."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        for c in range(columns.count):
-            base=builder.load(builder.gep(args[2], [builder.add(args[3], args[3].type(c))]))
-            address = builder.bitcast(builder.gep(args[1], [builder.add(base,args[4])]), ir.IntType(8).as_pointer())
-            kind = ir.FunctionType(ir.VoidType(), [address.type, I32, I32, I32])
-            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-            builder.call(function, [address, I32(0), I32(LOCALITY), I32(1)])
+        target = builder.gep(args[0], [args[1]])
+        box = cgutils.alloca_once(builder, ir.VectorType(target.type.pointee, LANES))
+        first = builder.bitcast(box, target.type)
+        ir_store(builder, args[3], first)
+        whole = builder.icmp_signed(">=", args[4], args[4].type(LANES))
+        with cgutils.for_range(builder, builder.select(whole, args[4].type(LANES), args[4])) as loop:
+            value = builder.load(builder.gep(first, [loop.index]))
+            builder.store(value, builder.gep(target, [builder.mul(loop.index, args[2])]))
         return context.get_dummy_value()
 
-    return types.void(columns, buffer, bases, first, offset), codegen
-
-import os
-LOCALITY=int(os.environ.get('LOC','3'))
+    return types.void(buffer, offset, stride, value, count), codegen

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import types  # type: ignore[import-untyped]  # numba ships no type information
+from llvmlite import ir  # type: ignore[import-untyped]  # llvmlite and numba ship no type information
+from numba import types  # type: ignore[import-untyped]
 from numba.core import cgutils  # type: ignore[import-untyped]
 from numba.extending import intrinsic  # type: ignore[import-untyped]
 
-from .simd import floats, ir_fma, ir_load, ir_splat, ir_store, lanes
+from .simd import I32, floats, ir_fma, ir_load, ir_splat, ir_store, lanes
+
+_BYTES = ir.IntType(8).as_pointer()
 
 
 def _at(builder: Any, buffer: Any, offset: Any, step: Any, index: int) -> Any:
@@ -103,3 +106,20 @@ def fma_tile(typingctx: Any, tile: Any, scalars: Any, offset: Any, stride: Any, 
         return cgutils.pack_array(builder, parts)
 
     return tile(tile, scalars, offset, stride, row), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch_indirect(typingctx: Any, columns: Any, buffer: Any, bases: Any, first: Any, offset: Any) -> Any:
+    """Ask for the memory that :func:`load_indirect` would read, into the second-level cache."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, buffer, bases, first, offset = args
+        kind = ir.FunctionType(ir.VoidType(), [_BYTES, I32, I32, I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        for column in range(columns.count):
+            start = builder.load(builder.gep(bases, [builder.add(first, first.type(column))]))
+            address = builder.bitcast(builder.gep(buffer, [builder.add(start, offset)]), _BYTES)
+            builder.call(function, [address, I32(0), I32(2), I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(columns, buffer, bases, first, offset), codegen
