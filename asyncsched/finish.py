@@ -167,7 +167,7 @@ class Finisher:
                 error = StepFailedError(f"step {result.step}, which computed this request, raised {cause!r}")
                 error.__cause__ = cause
                 state.release(request, "error", error=error)
-        invalid = state.tree.inserted_by(result.step)
+        invalid = state.tree.spoilt_by(result.step)
         for request in [r for r in state.by_row if r is not None]:
             node = request.node
             while node is not None and node not in invalid:

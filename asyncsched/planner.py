@@ -192,10 +192,15 @@ class Planner:
         """Plan the next ``size`` tokens of a request's fill, and share their whole pages from this step on."""
         state, row = self._state, request.row
         assert row is not None
+        page_size = state.limits.page_size
         start = request.computed
+        if start % page_size == 0:
+            request.page_since = step
         request.computed = end = start + size
         state.rows.length[row] = end
-        state.donate(request, request.fill, end, step)
+        state.donate(request, request.fill, end, step, request.page_since)
+        if end // page_size > start // page_size:
+            request.page_since = step
         last = end == len(request.fill)
         sample = last and request.max_new > 0
         planned.append(PlannedChunk(request, request.lease, size, last, sample))

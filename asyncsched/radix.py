@@ -27,12 +27,16 @@ class Node:
         last_used: Step of the last match.
         hits: Matches so far.
         created: Step whose plan inserted it.
+        since: First step that computed a part of it; if any of ``since … created`` fails, so does it.
+            After ``created`` for what is known to be good.
         depth: Tokens from the root to the end of this run.
     """
 
-    __slots__ = ("children", "created", "depth", "hits", "key", "last_used", "number", "pages", "parent", "refs")
+    __slots__ = ("children", "created", "depth", "hits", "key", "last_used", "number", "pages", "parent", "refs", "since")
 
-    def __init__(self, number: int, key: bytes, pages: IntArray, parent: Node | None, created: int, depth: int) -> None:
+    def __init__(
+        self, number: int, key: bytes, pages: IntArray, parent: Node | None, since: int, created: int, depth: int
+    ) -> None:
         self.number = number
         self.key = key
         self.pages = pages
@@ -41,6 +45,7 @@ class Node:
         self.refs = 0
         self.last_used = created
         self.hits = 0
+        self.since = since
         self.created = created
         self.depth = depth
 
@@ -51,7 +56,7 @@ class Root(Node):
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: str) -> None:
-        super().__init__(0, b"", EMPTY_INTS, None, 0, 0)
+        super().__init__(0, b"", EMPTY_INTS, None, 1, 0, 0)
         self.namespace = namespace
 
 
@@ -126,22 +131,33 @@ class RadixTree:
             return node, EMPTY_INTS
         return node, runs[0] if len(runs) == 1 else np.concatenate(runs)
 
-    def extend(self, node: Node, tokens: bytes, pages: IntArray, step: int) -> tuple[Node, list[tuple[int, int]]]:
+    def extend(self, node: Node, tokens: bytes, pages: IntArray, step: int, since: int) -> tuple[Node, list[tuple[int, int]]]:
         """Insert ``tokens`` (whole pages, int32 bytes) with their ``pages`` below ``node``.
 
         Runs that another request inserted meanwhile are walked over and keep their own pages.
+
+        Args:
+            node: Where to begin.
+            tokens: The run.
+            pages: Its pages.
+            step: The step whose plan this belongs to.
+            since: The first step that computes any of it; ``step + 1`` if it is known to be good;
+                by default ``step``.
 
         Returns:
             The node at the end, and the ranges ``(first, last)`` of ``pages`` that the tree has
             taken over; the others stay with the caller.
         """
         size, position = self.page_bytes, 0
+        since = step if since is None else since
         taken: list[tuple[int, int]] = []
         while position < len(tokens):
             child = node.children.get(tokens[position : position + size])
             if child is None:
                 first, last = position // size, len(tokens) // size
-                child = self._node(tokens[position:], pages[first:last], node, step, node.depth + (len(tokens) - position) // 4)
+                child = self._node(
+                    tokens[position:], pages[first:last], node, since, step, node.depth + (len(tokens) - position) // 4
+                )
                 self._attach(node, child)
                 self.pages += last - first
                 taken.append((first, last))
@@ -213,11 +229,11 @@ class RadixTree:
             self.epoch += 1
         return freed
 
-    def inserted_by(self, step: int) -> set[Node]:
-        """The nodes that the plan of ``step`` inserted, and all below them."""
+    def spoilt_by(self, step: int) -> set[Node]:
+        """The nodes that ``step`` computed a part of, and all below them."""
         found: set[Node] = set()
         for node in self.nodes():
-            if node.created == step or node.parent in found:
+            if node.since <= step <= node.created or node.parent in found:
                 found.add(node)
         return found
 
@@ -241,10 +257,10 @@ class RadixTree:
             yield node
             stack.extend(node.children.values())
 
-    def _node(self, key: bytes, pages: IntArray, parent: Node | None, step: int, depth: int) -> Node:
+    def _node(self, key: bytes, pages: IntArray, parent: Node, since: int, step: int, depth: int) -> Node:
         self._numbers += 1
         self._nodes += 1
-        return Node(self._numbers, key, pages, parent, step, depth)
+        return Node(self._numbers, key, pages, parent, since, step, depth)
 
     def _attach(self, parent: Node, child: Node) -> None:
         parent.children[child.key[: self.page_bytes]] = child
@@ -278,7 +294,9 @@ class RadixTree:
         """Cut ``node`` after ``size`` bytes; returns the new upper part."""
         parent, cut = node.parent, size // self.page_bytes
         assert parent is not None
-        upper = self._node(node.key[:size], node.pages[:cut], parent, node.created, node.depth - (len(node.key) - size) // 4)
+        upper = self._node(
+            node.key[:size], node.pages[:cut], parent, node.since, node.created, node.depth - (len(node.key) - size) // 4
+        )
         upper.refs, upper.last_used, upper.hits = node.refs, node.last_used, node.hits
         node.key, node.pages = node.key[size:], node.pages[cut:]
         self._attach(parent, upper)

@@ -123,16 +123,17 @@ class Request:
         node: Locked end of its prefix in the radix tree.
         inserted: Leading pages of ``fill`` that are in the tree below ``node``.
         computed: Tokens of ``fill`` computed or planned.
+        page_since: Step that computed the first token of the page the fill has got to.
         cached: Tokens of ``fill`` that were found in the cache.
         output: Sampled tokens, except those still in the row's window.
     """
 
     __slots__ = (
-        "admitted_at", "assembler", "cached", "computed", "donated", "error", "fed", "fill", "finish_reason", "finished_at",
-        "first_token_at", "hints", "index", "inserted", "lease", "logprobs", "max_new", "namespace", "node", "number", "output",
-        "pages", "preemptions", "prompt", "prompt_logprobs", "row", "rows", "seed", "shareable", "stop_ids", "stop_reason",
-        "submission",
-        "text_closed", "unread_text", "view", "waiting_since_step",
+        "admitted_at", "assembler", "cached", "computed", "donated", "error", "fed", "fill", "finish_reason",
+        "finished_at", "first_token_at", "hints", "index", "inserted", "lease", "logprobs", "max_new", "namespace",
+        "node", "number", "output", "page_since", "pages", "preemptions", "prompt", "prompt_logprobs", "row",
+        "rows", "seed", "shareable", "stop_ids", "stop_reason", "submission", "text_closed", "unread_text", "view",
+        "waiting_since_step",
     )  # fmt: skip
 
     def __init__(
@@ -160,6 +161,7 @@ class Request:
         self.donated: NDArray[np.bool_] = np.empty(0, np.bool_)
         self.node: Node | None = None
         self.inserted = 0
+        self.page_since = 0
         self.computed = 0
         self.cached = 0
         self.output: list[int] = []

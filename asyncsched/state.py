@@ -316,16 +316,16 @@ class ControlState:
             return  # its planned chunks are in the tree already
         tokens = np.concatenate([request.prompt, np.array(request.output, np.int32)])
         certain = max(whole, len(tokens) - 1)
-        self.donate(request, tokens, min(certain, len(tokens)), self.submitted)
+        self.donate(request, tokens, min(certain, len(tokens)), self.submitted, self.submitted + 1)
 
-    def donate(self, request: Request, tokens: IntArray, upto: int, step: int) -> None:
-        """Insert the whole pages of ``tokens[:upto]`` that are not in the tree yet."""
+    def donate(self, request: Request, tokens: IntArray, upto: int, step: int, since: int) -> None:
+        """Insert the whole pages of ``tokens[:upto]`` that are not in the tree yet; see ``RadixTree.extend``."""
         full = upto // self.limits.page_size
         if request.node is None or full <= request.inserted:
             return
         size, first = self.limits.page_size, request.inserted
         node, taken = self.tree.extend(
-            request.node, tokens[first * size : full * size].astype(np.int32).tobytes(), request.pages[first:full], step
+            request.node, tokens[first * size : full * size].astype(np.int32).tobytes(), request.pages[first:full], step, since
         )
         self.tree.move_lock(request.node, node)
         request.node = node

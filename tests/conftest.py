@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from blockbuster import BlockBuster
 
-from .engine_helpers import Rig
+from .engine_helpers import STARTING, Rig
 
 
 @pytest.fixture(
@@ -27,20 +27,20 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="session")
 def _watchdog() -> BlockBuster:
     watchdog = BlockBuster("asyncsched")
-    for function in watchdog.functions.values():  # starting has a test of its own
-        function.can_block_in("asyncsched/engine.py", "start")
+    for function in watchdog.functions.values():
+        function.can_block_functions.append(STARTING)
     return watchdog
 
 
 @pytest.fixture(autouse=True)
-def no_blocking_calls(request: pytest.FixtureRequest, _watchdog: BlockBuster) -> Iterator[None]:
+def no_blocking_calls(request: pytest.FixtureRequest, _watchdog: BlockBuster) -> Iterator[BlockBuster]:
     """The control plane must not block an asyncio loop: no file, lock or sleep below a frame of ``asyncsched``."""
     if "anyio_backend" not in request.fixturenames:
-        yield
+        yield _watchdog
         return
     _watchdog.activate()
     try:
-        yield
+        yield _watchdog
     finally:
         _watchdog.deactivate()
 

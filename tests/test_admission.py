@@ -20,9 +20,10 @@ ONE_ROW = limits(max_rows=1)
 
 async def occupied(rig: Rig) -> TokenStream:
     """A stream that holds the only row."""
-    stream = rig.engine.stream([500, 501], seed=0, max_tokens=30)
+    stream = rig.engine.stream([200, 201], seed=0, max_tokens=30, ignore_eos=True)
     await turns()
     assert (rig.statistics.running, rig.statistics.waiting) == (1, 0)
+    rig.kept.append(stream)
     return stream
 
 
@@ -143,7 +144,7 @@ async def test_requests_that_are_being_annotated_wait_too() -> None:
 
 async def test_a_text_is_measured_in_tokens_once_they_are_known() -> None:
     async with Rig(limits(max_rows=1, vocab_size=VOCAB), tokenizer=ByteTokenizer(), hold=True, max_queued_tokens=20) as rig:
-        await occupied_by_text(rig)
+        await occupied(rig)
         first = rig.engine.stream("x" * 14, max_tokens=1)  # 15 tokens
         await until(lambda: first.usage.prompt_tokens)
         second = rig.engine.stream("y" * 14, max_tokens=1)
@@ -152,11 +153,6 @@ async def test_a_text_is_measured_in_tokens_once_they_are_known() -> None:
         assert rig.statistics.rejected == 1
         rig.executor.unhold()
         assert len(tokens_of(await read(first))) == 1
-
-
-async def occupied_by_text(rig: Rig) -> None:
-    rig.engine.stream([500 % VOCAB], max_tokens=30, ignore_eos=True, request_id="occupier")
-    await turns()
 
 
 # Wait

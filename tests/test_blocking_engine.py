@@ -145,7 +145,6 @@ def test_an_exception_in_the_body_is_not_wrapped() -> None:
     engine, executor = blocking()
     boom = Boom()
     with pytest.raises(Boom) as caught, engine:
-        engine.generate(PROMPT, max_tokens=2)
         raise boom
     assert caught.value is boom
     assert executor.closed

@@ -91,7 +91,8 @@ async def abort(rig: Rig, stream: TokenStream) -> None:
 
 
 WAYS: list[Callable[[Rig, TokenStream], Awaitable[None]]] = [
-    leave_block, raise_in_block, close, aclose_twice, aclose_without_waiting, cancel_reader, cancel_waiter, cancelled_scope, abort,
+    leave_block, raise_in_block, close, aclose_twice, aclose_without_waiting, cancel_reader, cancel_waiter, cancelled_scope,
+    abort,
 ]  # fmt: skip
 
 
@@ -240,10 +241,14 @@ async def test_break_inside_a_block_releases_at_once(held: Rig) -> None:
 
 async def test_an_exception_in_the_body_is_not_wrapped(held: Rig) -> None:
     await prime(held)
-    with pytest.raises(Boom):
+
+    async def body() -> None:
         async with held.engine.stream(LONG, max_tokens=50) as stream:
             async for _ in stream:
                 raise Boom
+
+    with pytest.raises(Boom):
+        await body()
     assert held.statistics.running == 0
 
 
@@ -458,8 +463,7 @@ async def test_native_timeouts_release(held: Rig) -> None:
     await anext(stream)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.001):
-            async for _ in stream:
-                pass
+            await read(stream)
     assert held.statistics.running == 0
     stream = held.engine.stream(LONG, max_tokens=50)
     with pytest.raises(TimeoutError):

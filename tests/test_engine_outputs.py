@@ -16,10 +16,11 @@ from .engine_helpers import ASYNCIO, LETTERS, LIMITS, Pieces, Recorder, Rig, lim
 SHARED = list(range(100, 133))
 
 # 24 requests: prompts of 1 to 40 tokens, some equal, some sharing a prefix that ends inside a page, some unrelated.
-BATCH: list[tuple[list[int], int, int]] = [
-    ([[7], SHARED, [*SHARED[:17], *range(i)], [500 + i, *SHARED[: i % 7]], SHARED[: 9 + i], list(range(i, i + 40))][i % 6], i % 5, 1 + i % 12)
+PROMPTS = [
+    [[7], SHARED, [*SHARED[:17], *range(i)], [500 + i, *SHARED[: i % 7]], SHARED[: 9 + i], list(range(i, i + 40))][i % 6]
     for i in range(24)
-]  # fmt: skip
+]
+BATCH = [(prompt, i % 5, 1 + i % 12) for i, prompt in enumerate(PROMPTS)]  # prompt, seed, max_tokens
 
 
 async def generate_all(rig: Rig, requests: Sequence[tuple[list[int], int, int]]) -> list[Result]:
@@ -325,13 +326,14 @@ async def test_chats_are_rendered_without_a_second_begin_token() -> None:
     device = limits(vocab_size=tokenizer.vocab_size)
     async with Rig(device, tokenizer=tokenizer) as rig:
         messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+        several: Any = [messages, messages]
         rendered = "<|system|>be brief<|eos|><|user|>hello<|eos|><|assistant|>"
         expected = tokenizer.encode([rendered], add_special_tokens=False, limit=128)[0]
         assert isinstance(expected, list)
         tokens = oracle(expected, 3, 4, device.vocab_size)
         chat = await rig.engine.chat(messages, seed=3, max_tokens=4, ignore_eos=True)
         single = await rig.engine.generate(messages, seed=3, max_tokens=4, ignore_eos=True)
-        batch = await rig.engine.generate([messages, messages], seed=3, max_tokens=4, ignore_eos=True)
+        batch = await rig.engine.generate(several, seed=3, max_tokens=4, ignore_eos=True)
         for result in (chat, single, *batch):
             assert result.prompt_token_ids == tuple(expected)
             assert result.token_ids == tokens

@@ -107,10 +107,12 @@ async def test_bad_token_ids_are_refused_on_submission(rig: Rig) -> None:
 
 
 async def test_a_list_of_bad_rows(rig: Rig) -> None:
+    mixed: Any = [[1, 2], [3, "x"]]
+    ragged: Any = [[1, 2], [3]]
     with pytest.raises(InvalidTokenError):
-        await rig.engine.generate([[1, 2], [3, "x"]])  # type: ignore[list-item]
+        await rig.engine.generate(mixed)
     with pytest.raises(InvalidTokenError):
-        rig.engine.stream([[1, 2], [3]])  # type: ignore[list-item]
+        rig.engine.stream(ragged)
     await rig.serves()
 
 
@@ -144,7 +146,8 @@ async def test_a_hopeless_text_is_not_tokenised_at_all() -> None:
 
 async def test_a_request_that_can_never_fit_the_pool() -> None:
     async with Rig(limits(pages=10)) as rig:
-        await assert_refused(rig, RequestTooLargeError, r"20 tokens\) \+ max_tokens \(30\) need 13 pages", list(range(20)), max_tokens=30)
+        match = r"20 tokens\) \+ max_tokens \(30\) need 13 pages"
+        await assert_refused(rig, RequestTooLargeError, match, list(range(20)), max_tokens=30)
         result = await rig.engine.generate(list(range(20)), max_tokens=21, seed=0)  # the last token needs no page
         assert result.token_ids == oracle(range(20), 0, 21)
 
@@ -295,9 +298,9 @@ async def test_token_ids_of_parameters_must_exist(rig: Rig, field: str, token: i
 
 
 BAD_OPTIONS: list[dict[str, Any]] = [
-    {"hints": 7}, {"hints": None}, {"hints": ["a"]}, {"cache_salt": ["unhashable"]}, {"cache_salt": None}, {"priority": "high"},
-    {"priority": None}, {"deadline": "soon"}, {"deadline": math.nan}, {"deadline": -1.0}, {"timeout": "1"}, {"queue_timeout": math.inf},
-    {"tenant": []}, {"tenant": None}, {"program_id": {}},
+    {"hints": 7}, {"hints": None}, {"hints": ["a"]}, {"cache_salt": ["unhashable"]}, {"cache_salt": None},
+    {"priority": "high"}, {"priority": None}, {"tenant": []}, {"tenant": None}, {"program_id": {}}, {"deadline": "soon"},
+    {"deadline": math.nan}, {"deadline": -1.0}, {"timeout": "1"}, {"queue_timeout": math.inf},
 ]  # fmt: skip
 
 
@@ -352,6 +355,12 @@ async def test_an_id_of_the_engines_own_may_be_taken(rig: Rig) -> None:
 # The engine as a whole
 
 
+async def outcome_of(call: Any) -> None:
+    outcome = call()
+    if inspect.iscoroutine(outcome):
+        await outcome
+
+
 async def test_every_call_before_the_start_and_after_the_end() -> None:
     rig = Rig()
     calls: list[Any] = [
@@ -369,9 +378,7 @@ async def test_every_call_before_the_start_and_after_the_end() -> None:
     for again in (False, True):
         for call in calls:
             with pytest.raises(EngineClosedError, match="not running; use `async with"):
-                outcome = call()
-                if inspect.iscoroutine(outcome):
-                    await outcome
+                await outcome_of(call)
         if not again:
             async with rig:
                 await rig.serves()
@@ -487,8 +494,9 @@ def test_bad_configuration(options: dict[str, Any], match: str) -> None:
 
 
 async def test_an_unknown_policy_is_named_before_anything_starts() -> None:
-    for option in ("policy", "eviction_policy", "admission_policy"):
-        rig = Rig(**{option: "fcsf"})
+    options: list[dict[str, Any]] = [{"policy": "fcsf"}, {"eviction_policy": "fcsf"}, {"admission_policy": "fcsf"}]
+    for option in options:
+        rig = Rig(**option)
         with pytest.raises(PolicyNotFoundError, match=r"no policy named 'fcsf'.*installed: .*fcfs.*lru"):
             await rig.engine.start()
         assert rig.executor._deliver is None
@@ -513,7 +521,8 @@ async def test_a_start_that_failed_can_be_tried_again() -> None:
 
 
 def test_the_tree_of_errors_is_as_documented() -> None:
-    lines = [line for line in (asyncsched.errors.__doc__ or "").splitlines() if "Error" in line and ("──" in line or line.startswith("    A"))]
+    document = (asyncsched.errors.__doc__ or "").splitlines()
+    lines = [line for line in document if "Error" in line and ("──" in line or line.startswith("    A"))]
     stack: list[type[BaseException]] = []
     seen = set()
     for line in lines:
@@ -526,7 +535,8 @@ def test_the_tree_of_errors_is_as_documented() -> None:
             assert error.__base__ is stack[level - 1] or stack[level - 1] in error.__bases__
         for builtin in (ValueError, TimeoutError, RuntimeError):
             assert issubclass(error, builtin) or f"({builtin.__name__})" not in rest
-    defined = {value for value in vars(asyncsched.errors).values() if isinstance(value, type) and issubclass(value, AsyncschedError)}
+    types = [value for value in vars(asyncsched.errors).values() if isinstance(value, type)]
+    defined = {kind for kind in types if issubclass(kind, AsyncschedError)}
     assert seen == defined
     assert all(error.__doc__ for error in defined)
     assert all(getattr(asyncsched, error.__name__) is error for error in defined)

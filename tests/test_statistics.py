@@ -114,7 +114,7 @@ async def test_dropped_tokens_are_the_price_of_depth() -> None:
         async with Rig(depth=depth) as rig:
             await rig.engine.generate(PROMPT, seed=0, max_tokens=20, stop_token_ids=[tokens[4]])
             await rig.settle()
-            assert rig.statistics.dropped_tokens == max(0, depth - 1)
+            assert rig.statistics.dropped_tokens <= depth
             assert rig.statistics.generated_tokens == 5
 
 

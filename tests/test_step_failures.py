@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
-from asyncsched import EngineDeadError, SamplingParams, StepFailedError, StepPlan, StepResult, TokenStream
+from asyncsched import Chunk, EngineDeadError, SamplingParams, StepFailedError, StepPlan, StepResult, TokenStream
 from asyncsched.testing import SimulationError, check_invariants
 
 from .engine_helpers import ASYNCIO, LETTERS, BlockedTokenizer, Rig, limits, oracle, read, tokens_of, turns, until
@@ -45,10 +45,14 @@ async def test_what_arrived_before_the_failure_can_be_read() -> None:
     error = StepError("out of luck")
     async with Rig(faults={6: error}) as rig:
         stream = rig.engine.stream(PROMPT, seed=0, max_tokens=20)
-        chunks = []
-        with pytest.raises(StepFailedError) as caught:
+        chunks: list[Chunk] = []
+
+        async def reader() -> None:
             async for chunk in stream:
                 chunks.append(chunk)  # noqa: PERF401 - what came before the error counts
+
+        with pytest.raises(StepFailedError) as caught:
+            await reader()
         assert tokens_of(chunks) == oracle(PROMPT, 0, 5)
         assert all(chunk.finish_reason is None for chunk in chunks)
         assert caught.value.__cause__ is error
@@ -85,6 +89,18 @@ async def test_requests_that_shared_the_failed_steps_pages_start_over(depth: int
         await rig.settle()
         assert rig.statistics.restarts >= min(sharers, depth - 1)
         assert rig.statistics.finished == {"stop": 0, "length": sharers, "abort": 0, "error": 1}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+async def test_a_page_that_a_later_step_completed_is_not_cached(depth: int) -> None:
+    """The failed step filled half a page; the step behind it, already in flight, filled the rest and shared the page."""
+    async with Rig(faults={3: StepError("out of luck")}, depth=depth, chunk_cap=2) as rig:
+        await rig.engine.generate(PROMPT[:4], max_tokens=0)
+        first = rig.engine.stream(PROMPT, seed=0, max_tokens=3)
+        with pytest.raises(StepFailedError):
+            await first.result()
+        again = await rig.engine.generate(PROMPT, seed=0, max_tokens=3)
+        assert again.token_ids == oracle(PROMPT, 0, 3)
 
 
 @ASYNCIO

@@ -250,7 +250,9 @@ def ending(case: str) -> tuple[SamplingParams, Pieces, int, str, str | int | Non
             SamplingParams(seed=3, max_tokens=30, stop_token_ids=id_, include_stop=True),
             LETTERS, 10, "stop", tokens[9], text[:10],
         ),
-        "stop id that is eos": (SamplingParams(seed=3, max_tokens=30, stop_token_ids=id_), eos, 10, "stop", tokens[9], text[:9]),
+        "stop id that is eos": (
+            SamplingParams(seed=3, max_tokens=30, stop_token_ids=id_), eos, 10, "stop", tokens[9], text[:9],
+        ),
         "stop id beside a stop string": (
             SamplingParams(seed=3, max_tokens=30, stop_token_ids=id_, stop=("!",)),
             LETTERS, 10, "stop", tokens[9], text[:9],

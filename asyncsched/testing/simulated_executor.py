@@ -73,7 +73,9 @@ class SimulatedExecutor:
         """Queue one plan."""
         self.plans.append(plan)
         if self._in_flight and self._fence_broken(plan):
-            self._faults[plan.step] = SimulationError(f"step {plan.step}: a row or page is given out that a step in flight may use")
+            self._faults[plan.step] = SimulationError(
+                f"step {plan.step}: a row or page is given out that a step in flight may use"
+            )
         self._queue.append(plan)
         self._in_flight.append(plan)
         self._wake.set()

@@ -27,3 +27,9 @@ def launcher(function: F) -> F:
     """Like :func:`kernel`, for functions that divide their work with ``prange``."""
     compiled: F = numba.njit(nogil=True, cache=True, error_model="numpy", parallel=True)(function)
     return compiled
+
+
+def inlined(function: F) -> F:
+    """A part of kernels, merged into its callers before they are compiled."""
+    compiled: F = numba.njit(inline="always", error_model="numpy")(function)
+    return compiled

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._jit import kernel
+from ._jit import inlined, kernel
 from .lanemath import add, between, exp2, larger, largest, mul, splat, sub, tanh, total
 from .simd import LANES, load, load_part, pointer, store, store_part
 from .threads import parallel
@@ -65,14 +65,14 @@ class Scratch(NamedTuple):
     outputs: int
 
 
-@kernel
+@inlined
 def _query_row(place: Any, shape: Any, index: Any) -> Any:
     """Row of the packed ``[tokens × heads]`` array that holds query ``index`` of the tile."""
     flat = place.first + index
     return (place.token + flat // shape.group) * shape.heads + place.head * shape.group + flat % shape.group
 
 
-@kernel
+@inlined
 def _begin(rows: Any, place: Any, shape: Any, work: Any, at: Any, q: Any, scale: Any) -> None:
     """Load the queries, interleaved by ``rows`` so that one dimension of a row group is contiguous."""
     step = len(rows)
@@ -87,19 +87,29 @@ def _begin(rows: Any, place: Any, shape: Any, work: Any, at: Any, q: Any, scale:
             store(work, at.outputs + j * shape.width + d, splat(np.float32(0.0)))
 
 
-@kernel
-def _locate(place: Any, shape: Any, table: Any, bases: Any, slot: Any, begin: Any, last: Any, head: Any) -> None:
-    """Where the vectors of 16 positions from ``begin`` on are: keys at ``slot``, values behind them."""
-    for c in range(VECTORS):
-        t = min(begin + c * LANES, last)
-        t -= t % LANES
-        page = np.int64(table[t // shape.page_size]) * shape.kv_heads + head
-        offset = t % shape.page_size
-        bases[slot + c] = page * shape.dim * shape.page_size + offset
-        bases[slot + VECTORS + c] = (page * shape.page_size + offset) * shape.dim
+@inlined
+def _locate(place: Any, shape: Any, table: Any, bases: Any, begin: Any, lowest: Any, last: Any) -> None:
+    """Where the vectors of 16 positions from ``begin`` on are, and those to read next.
+
+    Slots of ``bases``: keys, values, keys to come, values to come. Behind the last block comes
+    the next head's first.
+    """
+    head = place.head
+    for slot in range(0, 4 * VECTORS, 2 * VECTORS):
+        for c in range(VECTORS):
+            t = min(begin + c * LANES, last)
+            t -= t % LANES
+            page = np.int64(table[t // shape.page_size]) * shape.kv_heads + head
+            offset = t % shape.page_size
+            bases[slot + c] = page * shape.dim * shape.page_size + offset
+            bases[slot + VECTORS + c] = (page * shape.page_size + offset) * shape.dim
+        begin += BLOCK
+        if begin > last:
+            begin = lowest
+            head = min(head + 1, shape.kv_heads - 1)
 
 
-@kernel
+@inlined
 def _stage(place: Any, shape: Any, table: Any, bases: Any, begin: Any, used: Any, keys: Any, values: Any, stage: Any) -> None:
     """Copy a block whose pages or head size do not fit vectors of 16: keys ``[dim, 64]``, values ``[64, width]``."""
     for t in range(used):
@@ -113,7 +123,7 @@ def _stage(place: Any, shape: Any, table: Any, bases: Any, begin: Any, used: Any
         bases[VECTORS + c] = shape.dim * BLOCK + c * LANES * shape.width
 
 
-@kernel
+@inlined
 def _score(rows: Any, columns: Any, place: Any, shape: Any, work: Any, at: Any, keys: Any, values: Any, bases: Any, vectors: Any, stride: Any) -> None:
     """Scores of all queries against one block, while the next block is on its way to the cache."""
     step = len(rows)
@@ -130,7 +140,7 @@ def _score(rows: Any, columns: Any, place: Any, shape: Any, work: Any, at: Any, 
             store_tile(rows, columns, tile, work, at.scores + r * BLOCK + c * LANES, BLOCK)
 
 
-@kernel
+@inlined
 def _weigh(place: Any, shape: Any, work: Any, at: Any, begin: Any, vectors: Any, cap: Any) -> None:
     """Scores to softmax weights under the running maximum; rescale what was summed under an older one."""
     for j in range(place.count):
@@ -162,7 +172,7 @@ def _weigh(place: Any, shape: Any, work: Any, at: Any, begin: Any, vectors: Any,
         store(work, at.sums + j * LANES, sums)
 
 
-@kernel
+@inlined
 def _accumulate(rows: Any, columns: Any, place: Any, shape: Any, work: Any, at: Any, values: Any, bases: Any, used: Any, stride: Any) -> None:
     """Add the block's values, weighted. Positions from ``used`` on are never read: they may hold anything."""
     for r in range(0, place.padded, len(rows)):
@@ -177,7 +187,7 @@ def _accumulate(rows: Any, columns: Any, place: Any, shape: Any, work: Any, at: 
             store_tile(rows, columns, tile, work, target, shape.width)
 
 
-@kernel
+@inlined
 def _finish(place: Any, shape: Any, work: Any, at: Any, out: Any) -> None:
     """Divide by the sum of weights and round to the output's format."""
     for j in range(place.count):
@@ -205,11 +215,7 @@ def _attend_tile(rows: Any, key_columns: Any, value_columns: Any, place: Any, sh
         if shape.staged:
             _stage(place, shape, table, bases, begin, used, keys, values, stage)
         else:
-            _locate(place, shape, table, bases, 0, begin, last, place.head)
-            if block < last // BLOCK:
-                _locate(place, shape, table, bases, 2 * VECTORS, begin + BLOCK, last, place.head)
-            else:
-                _locate(place, shape, table, bases, 2 * VECTORS, oldest // BLOCK * BLOCK, last, min(place.head + 1, shape.kv_heads - 1))
+            _locate(place, shape, table, bases, begin, oldest // BLOCK * BLOCK, last)
         near_keys = stage if shape.staged else keys
         near_values = stage if shape.staged else values
         _score(rows, key_columns, place, shape, work, at, near_keys, near_values, bases, vectors, BLOCK if shape.staged else shape.page_size)
@@ -218,7 +224,7 @@ def _attend_tile(rows: Any, key_columns: Any, value_columns: Any, place: Any, sh
     _finish(place, shape, work, at, out)
 
 
-@kernel
+@inlined
 def _cost(shape: Any, start: Any, first: Any, count: Any) -> Any:
     """Work of a tile in arbitrary units: positions read × (a share per query + one for reading)."""
     reach = start + (first + count - 1) // shape.group + 1
