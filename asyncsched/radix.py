@@ -131,7 +131,9 @@ class RadixTree:
             return node, EMPTY_INTS
         return node, runs[0] if len(runs) == 1 else np.concatenate(runs)
 
-    def extend(self, node: Node, tokens: bytes, pages: IntArray, step: int, since: int) -> tuple[Node, list[tuple[int, int]]]:
+    def extend(
+        self, node: Node, tokens: bytes, pages: IntArray, step: int, since: int | None = None
+    ) -> tuple[Node, list[tuple[int, int]]]:
         """Insert ``tokens`` (whole pages, int32 bytes) with their ``pages`` below ``node``.
 
         Runs that another request inserted meanwhile are walked over and keep their own pages.

@@ -10,6 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from asyncsched.gpu.kernels.logits import fill_peaks, logit_of, prefix_cut
 from asyncsched.sampling_params import SamplingParams
 
 from .sampler_helpers import Logits, adjusted, choices, ints, join, rounded, sampler_with
@@ -184,3 +185,11 @@ def test_many_steps_with_growing_counts() -> None:
                 changed = adjusted(x[i], params, prompt=prompt, output=output)
                 assert tokens[i] in choices(changed, params, seed, len(output)), (step, each)
             output.append(int(tokens[i]))
+
+
+def test_a_target_that_rounding_puts_out_of_reach_keeps_everything() -> None:
+    x = np.random.default_rng(0).uniform(5, 6, 64 * 40).astype(np.float32)
+    peaks, keys, weights = np.empty(40, np.float32), np.empty(x.size, np.int64), np.ones(x.size, np.float32)
+    top = np.float32(fill_peaks(x, peaks))
+    cut = prefix_cut(x, peaks, top, np.float32(-1.0), weights, x.size + 1e-3, keys)
+    assert logit_of(cut) <= x.min()

@@ -35,11 +35,9 @@ def _find_fork() -> int:
 FORK = _find_fork()
 
 
-def workers(work: int, least: int) -> int:
-    """How many threads to use for ``work`` units when fewer than ``least`` are not worth a thread."""
-    if not FORK or work < 2 * least:
-        return 1
-    return min(torch.get_num_threads(), work // least)
+def team(work: int, least: int) -> tuple[int, int]:
+    """The fork function and number of threads for ``work`` units, when fewer than ``least`` are not worth a fork."""
+    return (FORK, torch.get_num_threads()) if FORK and work >= least else (0, 1)
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # numba is untyped
@@ -48,7 +46,7 @@ def parallel(typingctx: Any, task: Any, fork: Any, threads: Any, chunks: Any, ar
 
     Chunks are handed out in ascending order to whichever thread is free; ``worker`` tells the
     threads apart (0 … threads - 1). ``task`` is a compiled function that must not raise; ``fork``
-    is :data:`FORK`.
+    is :data:`FORK`, or 0 to run serially.
     """
     kinds = (types.int64, types.int64, types.int64, *arguments.types)
     task.get_call_type(typingctx, kinds, {})
@@ -65,7 +63,7 @@ def parallel(typingctx: Any, task: Any, fork: Any, threads: Any, chunks: Any, ar
         builder.store(packed, state)
         body = _worker_loop(context, builder.module, compiled, arguments, state_type)
         data = builder.bitcast(state, _BYTES)
-        alone = builder.icmp_signed("<=", threads, _I64(1))
+        alone = builder.or_(builder.icmp_signed("<=", threads, _I64(1)), builder.icmp_signed("==", fork, _I64(0)))
         with builder.if_else(alone) as (serial, forked):
             with serial:
                 builder.call(body, [data])
