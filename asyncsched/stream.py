@@ -36,6 +36,11 @@ class TokenStream:
         return self._submission.request_id
 
     @property
+    def request_numbers(self) -> tuple[int, ...]:
+        """The engine's own numbers of the ``n`` completions, as in plans and events; empty until the prompt is tokenised."""
+        return tuple(request.number for request in self._submission.requests)
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """Why the first completion ended; ``None`` while it has not."""
         if self._submission.requests:

@@ -31,7 +31,7 @@ from ..contract import IntArray, RowJoin, TokenLogprobs
 from ..sampling_params import MAX_LOGPROBS
 from .kernels.logits import ALL_MASKED, BLOCK, HAS_INFINITY, HAS_NAN, NOTHING_FINITE, OK, Bits
 from .kernels.sampling import Report, Scratch, argmax_rows, report_rows, sample_rows
-from .kernels.threads import FORK, workers
+from .kernels.threads import team
 from .sampling_rows import RowTable
 
 _REASONS = {
@@ -41,7 +41,7 @@ _REASONS = {
     ALL_MASKED: "every token is masked: allowed_token_ids, bad_token_ids and min_tokens leave nothing to sample",
 }
 
-_LEAST_WORK = 32768  # logits worth waking a thread for
+_LEAST_WORK = 65536  # logits worth waking the other threads for
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +112,15 @@ class Sampler:
         table = self._table.rows
         state = table[rows]
         if np.all(state["plain"] & (state["position"] >= state["min_tokens"])):
-            argmax_rows(FORK, self._threads(rows.size), bits, tokens, status)
+            argmax_rows(*self._team(rows.size), bits, tokens, status)
             table["position"][rows[status == OK]] += 1
             return SampleOutput(tokens, None, self._failures(rows, tokens, status))
         self._table.make_room(rows)
         wanted = state["top_logprobs"]
         report = _new_report(rows.size if wanted.max() >= 0 else 0, MAX_LOGPROBS)
-        threads = self._threads(rows.size)
+        fork, threads = self._team(rows.size)
         ids, values = self._table.ids, self._table.values
-        sample_rows(FORK, threads, bits, rows, table, ids, values, self._workspace(threads), tokens, status, report)
+        sample_rows(fork, threads, bits, rows, table, ids, values, self._workspace(threads), tokens, status, report)
         reporting = np.flatnonzero((wanted >= 0) & (status == OK)).tolist()
         logprobs = {int(rows[i]): _token_logprobs(report, i, int(wanted[i])) for i in reporting}
         return SampleOutput(tokens, logprobs or None, self._failures(rows, tokens, status))
@@ -148,8 +148,8 @@ class Sampler:
         if tokens.min() < 0 or tokens.max() >= self._vocab_size:
             raise ValueError(f"tokens must lie in 0 … {self._vocab_size - 1}")
         report = _new_report(tokens.size, k)
-        threads = self._threads(tokens.size)
-        report_rows(FORK, threads, bits, tokens.astype(np.int32, copy=False), self._workspace(threads), report)
+        fork, threads = self._team(tokens.size)
+        report_rows(fork, threads, bits, tokens.astype(np.int32, copy=False), self._workspace(threads), report)
         return tuple(_token_logprobs(report, i, k) for i in range(tokens.size))
 
     def _bits(self, logits: torch.Tensor) -> Bits:
@@ -174,8 +174,8 @@ class Sampler:
         tokens[bad] = 0
         return {int(rows[i]): _REASONS[int(status[i])] for i in bad}
 
-    def _threads(self, n: int) -> int:
-        return min(n, workers(n * self._vocab_size, _LEAST_WORK))
+    def _team(self, n: int) -> tuple[int, int]:
+        return team(n * self._vocab_size, _LEAST_WORK) if n > 1 else (0, 1)
 
     def _workspace(self, threads: int) -> Scratch:
         if self._scratch is None or self._scratch[0].shape[0] < threads:

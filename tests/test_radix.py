@@ -445,16 +445,16 @@ def test_a_namespace_that_lost_its_pages_while_held_takes_new_ones() -> None:
     cache.unlock(node)
 
 
-def test_inserted_by_finds_a_steps_nodes_and_what_was_built_on_them() -> None:
+def test_spoilt_by_finds_a_steps_nodes_and_what_was_built_on_them() -> None:
     cache = tree()
     insert(cache, run(1, 1), [0], step=1)
     insert(cache, run(1, 1) + run(2, 2), [0, 1, 2], step=2)
     insert(cache, run(1, 1) + run(2, 2) + run(3, 1), [0, 1, 2, 3], step=3)
     insert(cache, run(4, 1), [4], step=2)
     insert(cache, run(5, 1), [5], step=3)
-    found = cache.inserted_by(2)
+    found = cache.spoilt_by(2)
     assert sorted(page for node in found for page in node.pages.tolist()) == [1, 2, 3, 4]
-    assert cache.inserted_by(9) == set()
+    assert cache.spoilt_by(9) == set()
     assert sorted(page for pages in cache.remove(found) for page in pages.tolist()) == [1, 2, 3, 4]
     assert lookup(cache, run(1, 1) + run(2, 2)) == [0]
     assert lookup(cache, run(5, 1)) == [5]
@@ -467,8 +467,8 @@ def test_a_split_does_not_change_which_step_inserted_a_page() -> None:
     insert(cache, run(1, 2), [0, 1], step=1)
     cache.match("", raw(run(1, 2)), 2)
     cache.match("", raw(run(1, 1)), 3)
-    assert len(cache.inserted_by(1)) == 2
-    assert cache.inserted_by(2) == cache.inserted_by(3) == set()
+    assert len(cache.spoilt_by(1)) == 2
+    assert cache.spoilt_by(2) == cache.spoilt_by(3) == set()
 
 
 def test_clear_spares_what_is_in_use() -> None:
@@ -629,7 +629,7 @@ class Model(RuleBasedStateMachine):
             for prefix in self.pages
             if any(self.created[upper] == step for upper in self.prefixes(prefix[0], prefix[1]))
         }
-        nodes = self.tree.inserted_by(step)
+        nodes = self.tree.spoilt_by(step)
         assert sorted(page for node in nodes for page in node.pages.tolist()) == sorted(self.pages[p] for p in doomed)
         for held in list(self.held):
             if held[1] in nodes:

@@ -143,9 +143,9 @@ def test_a_failed_row_does_not_advance() -> None:
 def test_bias_decides() -> None:
     flat = [0.0] * 6
     assert one(SamplingParams(temperature=0.0, logit_bias={4: 100.0}), flat) == 4
-    assert one(SamplingParams(temperature=0.0, logit_bias={i: -1e300 for i in range(5)}), flat) == 5
+    assert one(SamplingParams(temperature=0.0, logit_bias=dict.fromkeys(range(5), -1e300)), flat) == 5
     assert one(SamplingParams(logit_bias={4: 1e300}), flat) == 4
-    assert one(SamplingParams(logit_bias={i: -1e300 for i in range(5)}, top_p=0.9, logprobs=2), flat) == 5
+    assert one(SamplingParams(logit_bias=dict.fromkeys(range(5), -1e300), top_p=0.9, logprobs=2), flat) == 5
 
 
 def test_bias_does_not_undo_a_mask() -> None:

@@ -24,7 +24,7 @@ def fits(counts: NDArray[np.int64], probabilities: NDArray[np.float64]) -> bool:
     assert expected.min() >= 5, "too few draws for the test to mean anything"
     freedom = expected.size - 1
     limit = freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
-    return float(((counts[used] - expected) ** 2 / expected).sum()) < limit
+    return bool(((counts[used] - expected) ** 2 / expected).sum() < limit)
 
 
 def softmax(x: Logits, temperature: float = 1.0) -> NDArray[np.float64]:

@@ -141,12 +141,13 @@ def test_large_vocabulary(options: dict[str, Any], shape: str) -> None:
     """Block skipping, bisection and quickselect are exact where they are at work."""
     generator = np.random.default_rng(3)
     vocab = 20_011
-    x = {
-        "normal": lambda: generator.normal(0, 2.5, vocab),
-        "zipf": lambda: -1.5 * np.log(generator.permutation(vocab) + 1.0) + 20,
-        "flat": lambda: np.zeros(vocab),
-        "coarse": lambda: np.round(generator.normal(0, 1.5, vocab)),
-    }[shape]().astype(np.float32)
+    shapes = {
+        "normal": generator.normal(0, 2.5, vocab),
+        "zipf": -1.5 * np.log(generator.permutation(vocab) + 1.0) + 20,
+        "flat": np.zeros(vocab),
+        "coarse": np.round(generator.normal(0, 1.5, vocab)),
+    }
+    x = shapes[shape].astype(np.float32)
     params = SamplingParams(**options)
     rows = 6
     sampler = sampler_with(vocab, *(join(r, params, seed=r) for r in range(rows)))

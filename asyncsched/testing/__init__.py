@@ -4,6 +4,7 @@ from .byte_tokenizer import ByteTokenizer as ByteTokenizer
 from .invariants import InvariantError as InvariantError
 from .invariants import check_invariants as check_invariants
 from .oracle import expected_tokens as expected_tokens
+from .scripted import ScriptedRun as ScriptedRun
 from .simulated_device import SimulatedDevice as SimulatedDevice
 from .simulated_device import SimulationError as SimulationError
 from .simulated_executor import InstantExecutor as InstantExecutor

@@ -12,14 +12,22 @@ for one query is the same in whatever tile, chunk, batch or thread it is compute
 
 from __future__ import annotations
 
+import math
+from functools import cache
 from typing import Any, NamedTuple
 
+from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]  # no type information
+
 import numpy as np
+import torch
 
 from ._jit import inlined, kernel
 from .lanemath import add, between, exp2, larger, largest, mul, splat, sub, tanh, total
-from .simd import LANES, load, load_part, pointer, store, store_part
-from .threads import parallel
+from .layout import StepLayout
+from .simd import LANES, load, pointer, store, store_part
+from .store import check_pools
+from .tensors import element, require
+from .threads import FORK, parallel
 from .tile import fma_tile, load_indirect, load_row, load_tile, prefetch_indirect, store_tile, zeros
 
 BLOCK = 64
@@ -27,7 +35,8 @@ VECTORS = BLOCK // LANES
 TILE = 24
 _LOWEST = np.float32(-3e38)
 _MASKED = np.float32(-np.inf)
-_LEAST = 1 << 14
+_LEAST = 1 << 17
+_LOG2E = math.log2(math.e)
 
 
 class Shape(NamedTuple):
@@ -124,7 +133,19 @@ def _stage(place: Any, shape: Any, table: Any, bases: Any, begin: Any, used: Any
 
 
 @inlined
-def _score(rows: Any, columns: Any, place: Any, shape: Any, work: Any, at: Any, keys: Any, values: Any, bases: Any, vectors: Any, stride: Any) -> None:
+def _score(
+    rows: Any,
+    columns: Any,
+    place: Any,
+    shape: Any,
+    work: Any,
+    at: Any,
+    keys: Any,
+    values: Any,
+    bases: Any,
+    vectors: Any,
+    stride: Any,
+) -> None:
     """Scores of all queries against one block, while the next block is on its way to the cache."""
     step = len(rows)
     for r in range(0, place.padded, step):
@@ -173,7 +194,9 @@ def _weigh(place: Any, shape: Any, work: Any, at: Any, begin: Any, vectors: Any,
 
 
 @inlined
-def _accumulate(rows: Any, columns: Any, place: Any, shape: Any, work: Any, at: Any, values: Any, bases: Any, used: Any, stride: Any) -> None:
+def _accumulate(
+    rows: Any, columns: Any, place: Any, shape: Any, work: Any, at: Any, values: Any, bases: Any, used: Any, stride: Any
+) -> None:
     """Add the block's values, weighted. Positions from ``used`` on are never read: they may hold anything."""
     for r in range(0, place.padded, len(rows)):
         for d in range(0, shape.width, LANES * len(columns)):
@@ -199,7 +222,23 @@ def _finish(place: Any, shape: Any, work: Any, at: Any, out: Any) -> None:
 
 
 @kernel
-def _attend_tile(rows: Any, key_columns: Any, value_columns: Any, place: Any, shape: Any, table: Any, q: Any, keys: Any, values: Any, out: Any, bases: Any, work: Any, stage: Any, scale: Any, cap: Any) -> None:
+def _attend_tile(
+    rows: Any,
+    key_columns: Any,
+    value_columns: Any,
+    place: Any,
+    shape: Any,
+    table: Any,
+    q: Any,
+    keys: Any,
+    values: Any,
+    out: Any,
+    bases: Any,
+    work: Any,
+    stage: Any,
+    scale: Any,
+    cap: Any,
+) -> None:
     padded = place.padded
     scores = (padded * shape.dim + LANES - 1) // LANES * LANES
     sums = scores + padded * BLOCK
@@ -218,9 +257,23 @@ def _attend_tile(rows: Any, key_columns: Any, value_columns: Any, place: Any, sh
             _locate(place, shape, table, bases, begin, oldest // BLOCK * BLOCK, last)
         near_keys = stage if shape.staged else keys
         near_values = stage if shape.staged else values
-        _score(rows, key_columns, place, shape, work, at, near_keys, near_values, bases, vectors, BLOCK if shape.staged else shape.page_size)
+        _score(
+            rows,
+            key_columns,
+            place,
+            shape,
+            work,
+            at,
+            near_keys,
+            near_values,
+            bases,
+            vectors,
+            BLOCK if shape.staged else shape.page_size,
+        )
         _weigh(place, shape, work, at, begin, vectors, cap)
-        _accumulate(rows, value_columns, place, shape, work, at, near_values, bases, used, shape.width if shape.staged else shape.dim)
+        _accumulate(
+            rows, value_columns, place, shape, work, at, near_values, bases, used, shape.width if shape.staged else shape.dim
+        )
     _finish(place, shape, work, at, out)
 
 
@@ -234,7 +287,32 @@ def _cost(shape: Any, start: Any, first: Any, count: Any) -> Any:
 
 
 @kernel
-def _attend_chunk(chunk: Any, chunks: Any, worker: Any, rows: Any, key_columns: Any, value_columns: Any, element: Any, shape: Any, segments: Any, table: Any, seg_row: Any, seg_first: Any, seg_len: Any, seg_start: Any, q: Any, keys: Any, values: Any, out: Any, work: Any, work_bytes: Any, stage_at: Any, scale: Any, cap: Any, everything: Any) -> None:
+def _attend_chunk(
+    chunk: Any,
+    chunks: Any,
+    worker: Any,
+    rows: Any,
+    key_columns: Any,
+    value_columns: Any,
+    element: Any,
+    shape: Any,
+    segments: Any,
+    table: Any,
+    seg_row: Any,
+    seg_first: Any,
+    seg_len: Any,
+    seg_start: Any,
+    q: Any,
+    keys: Any,
+    values: Any,
+    out: Any,
+    work: Any,
+    work_bytes: Any,
+    stage_at: Any,
+    scale: Any,
+    cap: Any,
+    everything: Any,
+) -> None:
     index = np.int32(0)
     number = np.float32(0.0)
     memory = work + worker * work_bytes
@@ -252,12 +330,56 @@ def _attend_chunk(chunk: Any, chunks: Any, worker: Any, rows: Any, key_columns: 
                 if low <= cost < high:
                     padded = (count + len(rows) - 1) // len(rows) * len(rows)
                     place = Place(token, begin, first, count, padded, head)
-                    _attend_tile(rows, key_columns, value_columns, place, shape, own_table, pointer(q, number), pointer(keys, element), pointer(values, element), pointer(out, element), pointer(memory, np.int64(0)), pointer(memory + 4 * BLOCK, number), pointer(memory + stage_at, element), scale, cap)
+                    _attend_tile(
+                        rows,
+                        key_columns,
+                        value_columns,
+                        place,
+                        shape,
+                        own_table,
+                        pointer(q, number),
+                        pointer(keys, element),
+                        pointer(values, element),
+                        pointer(out, element),
+                        pointer(memory, np.int64(0)),
+                        pointer(memory + 4 * BLOCK, number),
+                        pointer(memory + stage_at, element),
+                        scale,
+                        cap,
+                    )
                 cost += _cost(shape, begin, first, count)
 
 
 @kernel
-def _attend(rows: Any, key_columns: Any, value_columns: Any, element: Any, heads: Any, kv_heads: Any, dim: Any, page_size: Any, max_pages: Any, window: Any, segments: Any, table: Any, seg_row: Any, seg_first: Any, seg_len: Any, seg_start: Any, q: Any, keys: Any, values: Any, out: Any, work: Any, work_bytes: Any, stage_at: Any, scale: Any, cap: Any, fork: Any, threads: Any) -> None:
+def _attend(
+    rows: Any,
+    key_columns: Any,
+    value_columns: Any,
+    element: Any,
+    heads: Any,
+    kv_heads: Any,
+    dim: Any,
+    page_size: Any,
+    max_pages: Any,
+    window: Any,
+    segments: Any,
+    table: Any,
+    seg_row: Any,
+    seg_first: Any,
+    seg_len: Any,
+    seg_start: Any,
+    q: Any,
+    keys: Any,
+    values: Any,
+    out: Any,
+    work: Any,
+    work_bytes: Any,
+    stage_at: Any,
+    scale: Any,
+    cap: Any,
+    fork: Any,
+    threads: Any,
+) -> None:
     width = (dim + LANES - 1) // LANES * LANES
     staged = 1 if page_size % LANES != 0 or dim % LANES != 0 else 0
     shape = Shape(heads, kv_heads, heads // kv_heads, dim, width, page_size, max_pages, window, staged)
@@ -269,4 +391,109 @@ def _attend(rows: Any, key_columns: Any, value_columns: Any, element: Any, heads
     if everything * dim < _LEAST:
         threads = 1
     chunks = threads * 4 if threads > 1 else 1
-    parallel(_attend_chunk, fork, threads, chunks, (rows, key_columns, value_columns, element, shape, segments, table, seg_row, seg_first, seg_len, seg_start, q, keys, values, out, work, work_bytes, stage_at, np.float32(scale), np.float32(cap), everything))
+    parallel(
+        _attend_chunk,
+        fork,
+        threads,
+        chunks,
+        (
+            rows,
+            key_columns,
+            value_columns,
+            element,
+            shape,
+            segments,
+            table,
+            seg_row,
+            seg_first,
+            seg_len,
+            seg_start,
+            q,
+            keys,
+            values,
+            out,
+            work,
+            work_bytes,
+            stage_at,
+            np.float32(scale),
+            np.float32(cap),
+            everything,
+        ),
+    )
+
+
+@cache
+def _registers() -> int:
+    """Vectors of 16 float32 that fit the CPU's registers, one spared."""
+    return 31 if get_host_cpu_features().get("avx512f") else 7
+
+
+@cache
+def _markers(group: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Rows and columns of the accumulator tiles: as many as the registers hold beside one row of operands."""
+    most = 4 if _registers() > 16 else 3
+    rows = -(-group // -(-group // most))
+    columns = (_registers() - 1) // (rows + 1)
+    keys = max(c for c in (1, 2, 4) if c <= columns)
+    values = max(c for c in range(1, columns + 1) if width // LANES % c == 0)
+    return (0,) * rows, (0,) * keys, (0,) * values
+
+
+def paged_attention(
+    q: torch.Tensor,
+    layout: StepLayout,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention of every new token over its own context in the pool. Compute thread only.
+
+    Keys and values of the whole step must have been written. Slots of a page that hold no token
+    yet may contain anything, NaN included.
+
+    Args:
+        q: Queries, float32 ``[N, heads, head_dim]``; ``heads`` is a multiple of the pool's.
+        layout: The step's segments.
+        k_pool: ``[pages, kv_heads, head_dim, page_size]``, bfloat16 or float32.
+        v_pool: ``[pages, kv_heads, page_size, head_dim]``, same type.
+        scale: Multiplies the scores.
+        window: Attend to the last ``window`` positions only, the token's own included; 0 is all.
+        softcap: ``cap * tanh(score / cap)`` before the softmax (Gemma 2); 0 is off.
+
+    Returns:
+        ``[N, heads * head_dim]`` in the pool's type.
+    """
+    kind = element(k_pool, v_pool)
+    tokens, heads, dim = q.shape
+    kv_heads, page_size = k_pool.shape[1], layout.page_size
+    require(
+        q.dtype == torch.float32 and q.is_contiguous(), f"q is {q.dtype} of strides {q.stride()}; it must be contiguous float32"
+    )
+    require(
+        tokens == layout.tokens and heads % kv_heads == 0, f"q {tuple(q.shape)}, {layout.tokens} tokens, {kv_heads} key heads"
+    )
+    check_pools(k_pool, v_pool, layout, kv_heads, dim)
+    markers = _markers(heads // kv_heads, -(-dim // LANES) * LANES)
+    threads = torch.get_num_threads() if FORK else 1
+    floats, staged = _memory(dim, len(markers[0]), k_pool.element_size())
+    out = k_pool.new_empty((tokens, heads * dim))
+    work = torch.empty(threads * (floats + staged), dtype=torch.float32)
+    factor, cap = (scale / softcap, softcap * _LOG2E) if softcap > 0 else (scale * _LOG2E, 0.0)
+    sizes = (heads, kv_heads, dim, page_size, layout.table.shape[1], window, len(layout.seg_row))
+    at = layout.addresses
+    segments = (at.table, at.seg_row, at.seg_first, at.seg_len, at.seg_start)
+    tensors = (q.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(), out.data_ptr(), work.data_ptr())
+    _attend(*markers, kind, *sizes, *segments, *tensors, 4 * (floats + staged), 4 * floats, factor, cap, FORK, threads)
+    return out
+
+
+@cache
+def _memory(dim: int, rows: int, element_size: int) -> tuple[int, int]:
+    """Float32 words of scratch memory per thread: for a tile, and for a staged block behind it."""
+    width = -(-dim // LANES) * LANES
+    most = -(-TILE // rows) * rows
+    tile = BLOCK + most * (dim + BLOCK + 2 * LANES + width) + 4 * LANES
+    return -(-tile // LANES) * LANES, BLOCK * (dim + width) * element_size // 4

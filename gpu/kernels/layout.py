@@ -41,6 +41,7 @@ class StepLayout:
         positions: Absolute position per token, int32 ``[N]``.
         slots: ``page * page_size + offset`` per token, int64 ``[N]``: where its key and value go.
         page_size: Tokens per page.
+        end: One past the highest position of the step, 0 without tokens.
         addresses: Where these arrays are in memory; valid as long as the layout lives.
     """
 
@@ -52,6 +53,7 @@ class StepLayout:
     positions: IntArray
     slots: NDArray[np.int64]
     page_size: int
+    end: int
     addresses: Addresses
 
     @classmethod
@@ -73,9 +75,10 @@ class StepLayout:
         rows, lengths, starts = (np.ascontiguousarray(a, np.int32) for a in (seg_row, seg_len, seg_start))
         if not rows.shape == lengths.shape == starts.shape == (len(rows),):
             raise ValueError("seg_row, seg_len and seg_start must be vectors of one length, one entry per segment")
+        end = int((starts + lengths).max(initial=0))
         if len(rows):
             fits = rows.min() >= 0 and rows.max() < table.shape[0] and starts.min() >= 0 and lengths.min() >= 0
-            if not fits or int((starts + lengths).max()) > table.shape[1] * page_size:
+            if not fits or end > table.shape[1] * page_size:
                 raise ValueError("a segment lies outside the block table; check its row, start and length")
         first = np.cumsum(lengths, dtype=np.int32) - lengths
         positions = np.arange(int(lengths.sum()), dtype=np.int32) + np.repeat(starts - first, lengths)
@@ -83,7 +86,7 @@ class StepLayout:
         slots = table[np.repeat(rows, lengths), page].astype(np.int64) * page_size + offset
         arrays = (table, rows, first, lengths, starts, positions, slots)
         addresses = Addresses(*(a.__array_interface__["data"][0] for a in arrays))
-        return cls(*arrays, page_size, addresses)
+        return cls(*arrays, page_size, end, addresses)
 
     @property
     def tokens(self) -> int:
