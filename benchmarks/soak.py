@@ -61,7 +61,9 @@ class FaultyExecutor(SimulatedExecutor):
     """Raises in one step of ``one_in``."""
 
     def __init__(self, rng: random.Random, one_in: int, limits: asyncsched.ExecutorLimits, budget: int) -> None:
-        super().__init__(limits, token_budget=budget, latency=lambda plan: 0.02 if rng.random() < 0.95 else rng.uniform(0.02, 5.0))
+        super().__init__(
+            limits, token_budget=budget, latency=lambda plan: 0.02 if rng.random() < 0.95 else rng.uniform(0.02, 5.0)
+        )
         self._rng = rng
         self._one_in = one_in
 
@@ -174,7 +176,9 @@ def main() -> int:
     tally = Tally()
     deadline = time.monotonic() + options.minutes * 60
     memory: list[tuple[float, int]] = []
-    with Progress(TextColumn("soak"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), disable=options.json) as bar:
+    with Progress(
+        TextColumn("soak"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), disable=options.json
+    ) as bar:
         task = bar.add_task("", total=options.minutes * 60)
         begun = time.monotonic()
         while time.monotonic() < deadline:
@@ -185,7 +189,9 @@ def main() -> int:
                 print(f"round {options.first + tally.rounds - 1} went wrong", file=sys.stderr)
             gc.collect()
             memory.append((time.monotonic() - begun, resident_kib()))
-            bar.update(task, completed=time.monotonic() - begun, description=f"{tally.rounds} rounds, {tally.row_steps:,} row-steps")
+            bar.update(
+                task, completed=time.monotonic() - begun, description=f"{tally.rounds} rounds, {tally.row_steps:,} row-steps"
+            )
     half = memory[len(memory) // 2 :]
     seconds = half[-1][0] - half[0][0]
     slope = (half[-1][1] - half[0][1]) / 1024 / (seconds / 60) if seconds > 0 else 0.0

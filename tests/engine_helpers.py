@@ -26,6 +26,8 @@ from asyncsched import (
     StepPlan,
     TokenStream,
 )
+from asyncsched.policies.fcfs import FCFS
+from asyncsched.policies.lru import LRU
 from asyncsched.testing import ByteTokenizer, SimulatedExecutor, check_invariants, expected_tokens
 from asyncsched.tokenizer import Message, Tokenizer
 
@@ -98,6 +100,8 @@ class Rig:
         guard: float = GUARD,
         **options: Any,
     ) -> None:
+        if "config" not in options:  # instances: looking names up reads files, which would be most of a test's time
+            options = {"policy": FCFS(), "eviction_policy": LRU(), **options}
         self.executor = SimulatedExecutor(
             limits,
             hold=hold,

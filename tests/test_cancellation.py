@@ -148,8 +148,7 @@ async def assert_released(rig: Rig, stream: TokenStream, depth: int) -> None:
 
 
 @ASYNCIO
-@DEPTHS
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(("depth", "n"), [(0, 1), (1, 3), (2, 1), (2, 3), (3, 3)])
 @pytest.mark.parametrize("stage", STAGES, ids=name)
 @pytest.mark.parametrize("way", WAYS, ids=name)
 async def test_giving_up_frees_everything(

@@ -83,6 +83,16 @@ def test_greedy_is_rank_one_and_ties_go_to_the_lower_id() -> None:
     assert [each.rank for each in sampler.prompt_logprobs(x.repeat(5, 1), ints(range(5)), 0)] == [5, 1, 2, 4, 3]
 
 
+def test_fewer_finite_logits_than_asked_for() -> None:
+    x = np.full(3000, -np.inf, np.float32)
+    x[[5, 1700, 2999]] = [1.0, 3.0, 2.0]
+    sampler = sampler_with(3000, join(0, SamplingParams(logprobs=20)))
+    output = sampler.sample(torch.from_numpy(x)[None], ints([0]))
+    assert output.logprobs is not None
+    agree(output.logprobs[0], expected(x, int(output.tokens[0]), 20))
+    assert output.logprobs[0].top_ids == (1700, 2999, 5)
+
+
 def test_only_rows_that_asked() -> None:
     wants = [None, 0, None, 3]
     sampler = sampler_with(30, *(join(r, SamplingParams(logprobs=k)) for r, k in enumerate(wants)))

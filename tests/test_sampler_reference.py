@@ -188,6 +188,24 @@ def test_many_steps_with_growing_counts() -> None:
             output.append(int(tokens[i]))
 
 
+def test_top_p_next_to_one_does_not_undo_top_k() -> None:
+    params = SamplingParams(top_k=10, top_p=1.0 - 2.0**-53)
+    sampler = sampler_with(100, *(join(r, params, seed=r) for r in range(200)))
+    tokens = sampler.sample(torch.zeros(200, 100), ints(range(200))).tokens
+    assert set(tokens.tolist()) == set(range(10))
+
+
+def test_few_finite_logits_among_many_with_top_k() -> None:
+    x = np.full(20_000, -np.inf, np.float32)
+    x[[100, 9000, 19_999]] = [0.0, 0.1, 0.2]
+    for options in ({"top_k": 50}, {"top_k": 50, "top_p": 0.9}, {"top_k": 2}, {"top_k": 5000}, {"top_p": 0.5}):
+        params = SamplingParams(**options)
+        sampler = sampler_with(x.size, *(join(r, params, seed=r) for r in range(30)))
+        tokens = sampler.sample(torch.from_numpy(x)[None].expand(30, -1), ints(range(30))).tokens
+        for row in range(30):
+            assert tokens[row] in choices(x, params, row, 0)
+
+
 def test_a_target_that_rounding_puts_out_of_reach_keeps_everything() -> None:
     x = np.random.default_rng(0).uniform(5, 6, 64 * 40).astype(np.float32)
     peaks, keys, weights = np.empty(40, np.float32), np.empty(x.size, np.int64), np.ones(x.size, np.float32)

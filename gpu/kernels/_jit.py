@@ -1,8 +1,12 @@
-"""How every kernel is compiled: one decorator for plain functions, one for parallel launchers.
+"""How kernels are compiled: one decorator per role.
 
 Results must not depend on how a loop happens to be compiled, so no kernel uses ``fastmath``.
-Compiled code is kept in numba's cache on disk. The cache notices a change of the file that holds
-a function, not of the files it calls into: after editing :mod:`simd`, touch its users.
+Only entry points are kept in numba's cache on disk, with everything they call inside; the parts
+are compiled when an entry point is. The cache notices a change of the file that holds an entry
+point, not of the files it calls into: after editing :mod:`simd`, touch its users.
+
+Arguments of compiled functions are annotated ``Any``: they are numba's types, and one function
+serves several of them.
 """
 
 from __future__ import annotations
@@ -14,22 +18,21 @@ import numba  # type: ignore[import-untyped]  # numba ships no type information
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-prange: type[range] = numba.prange
-
 
 def kernel(function: F) -> F:
-    """Compile ``function`` on first call for each set of argument types; the GIL is released."""
+    """An entry point: callable from Python, releases the GIL, cached on disk per set of argument types."""
     compiled: F = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
     return compiled
 
 
-def launcher(function: F) -> F:
-    """Like :func:`kernel`, for functions that divide their work with ``prange``."""
-    compiled: F = numba.njit(nogil=True, cache=True, error_model="numpy", parallel=True)(function)
+def part(function: F) -> F:
+    """A function that only compiled functions call: no Python wrapper, so that it compiles in half the time."""
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
+    compiled: F = numba.njit(**options)(function)
     return compiled
 
 
 def inlined(function: F) -> F:
-    """A part of kernels, merged into its callers before they are compiled."""
+    """A part that is merged into its callers before they are compiled; the cheapest way to split a function."""
     compiled: F = numba.njit(inline="always", error_model="numpy")(function)
     return compiled

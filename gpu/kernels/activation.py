@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ._jit import kernel
+from ._jit import kernel, part
 from .lanemath import add, div, exp, mul, splat, sub
 from .simd import LANES, load_part, pointer, store_part
 from .tensors import element, require
@@ -17,7 +17,7 @@ _LEAST = 1 << 14
 _SLICE = 64 * LANES
 
 
-@kernel
+@part
 def _silu_mul_slices(
     chunk: Any, chunks: Any, worker: Any, element: Any, gate_up: Any, out: Any, width: Any, slices: Any, count: Any
 ) -> None:

@@ -16,12 +16,11 @@ import math
 from functools import cache
 from typing import Any, NamedTuple
 
-from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]  # no type information
-
 import numpy as np
 import torch
+from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]  # no type information
 
-from ._jit import inlined, kernel
+from ._jit import inlined, kernel, part
 from .lanemath import add, between, exp2, larger, largest, mul, splat, sub, tanh, total
 from .layout import StepLayout
 from .simd import LANES, load, pointer, store, store_part
@@ -221,7 +220,7 @@ def _finish(place: Any, shape: Any, work: Any, at: Any, out: Any) -> None:
             store_part(out, target + d, value, shape.dim - d)
 
 
-@kernel
+@part
 def _attend_tile(
     rows: Any,
     key_columns: Any,
@@ -286,7 +285,7 @@ def _cost(shape: Any, start: Any, first: Any, count: Any) -> Any:
     return reach * (count + 3)
 
 
-@kernel
+@part
 def _attend_chunk(
     chunk: Any,
     chunks: Any,

@@ -38,8 +38,7 @@ _LOWEST = np.int32(-0x7FFFFFFF)
 _LEAST = np.float32(np.finfo(np.float32).min)
 _BAND = 1024  # tokens worth one more pass over the row rather than quickselect
 _BISECTIONS = 24
-
-_LAST = 0x7FFFFFFF
+_LAST = 0x7FFFFFFF  # the highest token id a key can hold
 
 NO_CUT = -(0x7F7FFFFF << 32)
 """The lowest key of a finite logit: nothing is cut off."""
@@ -223,9 +222,9 @@ def weigh(x: Floats, peaks: Floats, top: np.float32, inverse: np.float32, cut: i
     least, last = logit_of(cut), token_of(cut)
     lanes = np.zeros(BLOCK)
     for block in range(peaks.size):
-        first = block * BLOCK
         if peaks[block] < least:
             continue
+        first = block * BLOCK
         source = x[first : first + BLOCK]
         target = weights[first : first + BLOCK]
         for i in range(BLOCK):
@@ -340,7 +339,7 @@ def top_k_cut(x: Floats, peaks: Floats, top: np.float32, k: int, keys: Keys, wei
         for block in range(peaks.size):
             keys[block] = key_of(peaks[block], block)
         weights[: peaks.size] = 1.0
-        floor = logit_of(_least_kept(keys, weights, peaks.size, float(k)))
+        floor = max(_LEAST, logit_of(_least_kept(keys, weights, peaks.size, float(k))))
     weights[:] = 1.0
     return prefix_cut(x, peaks, top, floor, weights, float(k), keys)
 

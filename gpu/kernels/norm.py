@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ._jit import inlined, kernel
+from ._jit import inlined, kernel, part
 from .lanemath import add, fma, mul, splat, total
 from .simd import LANES, load_part, pointer, store_part
 from .tensors import element, require
@@ -26,7 +26,7 @@ def scale_of_rms(source: Any, begin: Any, width: Any, eps: Any) -> Any:
     return np.float32(1.0) / np.sqrt(total(squares) / np.float32(width) + np.float32(eps))
 
 
-@kernel
+@part
 def _norm_rows(
     chunk: Any,
     chunks: Any,

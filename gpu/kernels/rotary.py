@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ._jit import inlined, kernel
+from ._jit import inlined, kernel, part
 from .lanemath import add, mul, splat, sub
 from .layout import StepLayout
 from .norm import scale_of_rms
@@ -49,7 +49,7 @@ def _rotate(line: Any, cos_sin: Any, angle: Any, rotated: Any, interleaved: Any)
             store_part(line, half + i, add(mul(b, c), mul(a, s)), half - i)
 
 
-@kernel
+@part
 def _rotary_tokens(
     chunk: Any,
     chunks: Any,

@@ -129,7 +129,7 @@ def _draw(row: Record, x: Floats, peaks: Floats, top: np.float32, keys: Keys, we
         # All tokens under this share together weigh less than what top-p may leave out.
         share = math.log((1.0 - row.top_p) * total / x.size) - _SLACK
         floor = np.float32(float(top) + row.temperature * share)
-        cut = prefix_cut(x, peaks, top, max(floor, logit_of(cut)), weights, row.top_p * total, keys)
+        cut = max(cut, prefix_cut(x, peaks, top, max(floor, logit_of(cut)), weights, row.top_p * total, keys))
     return _race(x, peaks, top, cut, row, inverse, _stream(row.seed, row.position))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ._jit import inlined, kernel
+from ._jit import inlined, kernel, part
 from .layout import StepLayout
 from .simd import LANES, load_part, pointer, store_part, store_strided
 from .tensors import element, require
@@ -33,7 +33,7 @@ def put_value(pool: Any, slot: Any, head: Any, kv_heads: Any, dim: Any, page_siz
         store_part(pool, target + d, load_part(source, begin + d, dim - d), dim - d)
 
 
-@kernel
+@part
 def _store_tokens(
     chunk: Any,
     chunks: Any,
