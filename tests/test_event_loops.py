@@ -226,7 +226,7 @@ def test_a_plain_asyncio_program(runner: Any) -> None:
         async with Rig() as rig:
             await asyncio.gather(*(ask(rig.engine, i) for i in range(20)))
             stream = rig.engine.stream(PROMPT, max_tokens=50)
-            await asyncio.sleep(0)
+            await until(lambda: rig.statistics.running)
             del stream  # released from a callback of the loop
             gc.collect()
             await until(lambda: rig.released and not rig.statistics.steps_in_flight)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -206,9 +207,14 @@ def test_few_finite_logits_among_many_with_top_k() -> None:
             assert tokens[row] in choices(x, params, row, 0)
 
 
+@numba.njit
+def lowest_kept(x: Any, peaks: Any, keys: Any, weights: Any, target: Any) -> Any:
+    cut = prefix_cut(x, peaks, fill_peaks(x, peaks), np.float32(-1.0), weights, target, keys)
+    return logit_of(cut)
+
+
 def test_a_target_that_rounding_puts_out_of_reach_keeps_everything() -> None:
     x = np.random.default_rng(0).uniform(5, 6, 64 * 40).astype(np.float32)
-    peaks, keys, weights = np.empty(40, np.float32), np.empty(x.size, np.int64), np.ones(x.size, np.float32)
-    top = np.float32(fill_peaks(x, peaks))
-    cut = prefix_cut(x, peaks, top, np.float32(-1.0), weights, x.size + 1e-3, keys)
-    assert logit_of(cut) <= x.min()
+    peaks, keys = np.empty(40, np.float32), np.empty(x.size, np.int64)
+    assert lowest_kept(x, peaks, keys, np.ones(x.size, np.float32), x.size + 1e-3) <= x.min()
+    assert lowest_kept(x, peaks, keys, np.ones(x.size, np.float32), 100.0) == np.sort(x)[-100]

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ._jit import kernel
+from ._jit import part
 
 OK, HAS_NAN, HAS_INFINITY, NOTHING_FINITE, ALL_MASKED = range(5)
 
@@ -48,38 +48,38 @@ Floats = NDArray[np.float32]
 Keys = NDArray[np.int64]
 
 
-@kernel
+@part
 def _order(bits: np.int32) -> np.int32:
     magnitude = np.int32(bits & _MAGNITUDE)
     sign = np.int32(bits >> _SIGN)
     return np.int32(np.int32(magnitude ^ sign) - sign)
 
 
-@kernel
+@part
 def _value(order: np.int32) -> np.float32:
     bits = order if order >= 0 else np.int32(np.int32(-order) | np.int32(-0x80000000))
     return np.int32(bits).view(np.float32)
 
 
-@kernel
+@part
 def key_of(logit: np.float32, token: int) -> int:
     """An integer that sorts by logit, then by lower token id; all keys of a row differ."""
     return (int(_order(np.float32(logit).view(np.int32))) << 32) | (_LAST - token)
 
 
-@kernel
+@part
 def token_of(key: int) -> int:
     """The token id in a key."""
     return _LAST - (key & _LAST)
 
 
-@kernel
+@part
 def logit_of(key: int) -> np.float32:
     """The logit in a key."""
     return _value(np.int32(key >> 32))
 
 
-@kernel
+@part
 def mix(h: np.uint64) -> np.uint64:
     """SplitMix64's output function (Steele, Lea, Flood, OOPSLA 2014; Stafford's variant 13)."""
     h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -87,7 +87,7 @@ def mix(h: np.uint64) -> np.uint64:
     return h ^ (h >> np.uint64(31))
 
 
-@kernel
+@part
 def _extremes(bits: Bits) -> tuple[np.int32, np.int32]:
     """The largest order key and the largest magnitude."""
     shift = np.int32(32 - 8 * bits.itemsize)
@@ -102,7 +102,7 @@ def _extremes(bits: Bits) -> tuple[np.int32, np.int32]:
     return largest, magnitude
 
 
-@kernel
+@part
 def _verdict(largest: np.int32, magnitude: np.int32) -> int:
     if magnitude > _INFINITY:
         return HAS_NAN
@@ -113,7 +113,7 @@ def _verdict(largest: np.int32, magnitude: np.int32) -> int:
     return OK
 
 
-@kernel
+@part
 def argmax(bits: Bits) -> tuple[int, int]:
     """Status of one row and the first index of its largest logit.
 
@@ -137,7 +137,7 @@ def argmax(bits: Bits) -> tuple[int, int]:
     return status, token
 
 
-@kernel
+@part
 def load(bits: Bits, x: Floats) -> int:
     """Convert one row to float32, pad it with -inf, and return its status."""
     shift = np.int32(32 - 8 * bits.itemsize)
@@ -155,7 +155,7 @@ def load(bits: Bits, x: Floats) -> int:
     return _verdict(largest, magnitude)
 
 
-@kernel
+@part
 def fill_peaks(x: Floats, peaks: Floats) -> np.float32:
     """Fill the maximum of every block; return the maximum of all."""
     words = x.view(np.int32)
@@ -171,7 +171,7 @@ def fill_peaks(x: Floats, peaks: Floats) -> np.float32:
     return _value(overall)
 
 
-@kernel
+@part
 def first_at(x: Floats, peaks: Floats, top: np.float32) -> int:
     """The lowest token id whose logit is the maximum."""
     block = 0
@@ -183,7 +183,7 @@ def first_at(x: Floats, peaks: Floats, top: np.float32) -> int:
     return token
 
 
-@kernel
+@part
 def exp(z: np.float32) -> np.float32:
     """e**z for z <= 0 to about one unit in the last place; 0 below -87. Vectorises, unlike libm's.
 
@@ -205,7 +205,7 @@ def exp(z: np.float32) -> np.float32:
     return p * scale if z >= low else np.float32(0.0)
 
 
-@kernel
+@part
 def _sum(lanes: NDArray[np.float64]) -> float:
     total = 0.0
     for i in range(lanes.size):
@@ -213,7 +213,7 @@ def _sum(lanes: NDArray[np.float64]) -> float:
     return total
 
 
-@kernel
+@part
 def weigh(x: Floats, peaks: Floats, top: np.float32, inverse: np.float32, cut: int, weights: Floats) -> float:
     """Fill ``weights = exp((x - top) * inverse)``, 0 under the cut, and return their sum, taken in float64.
 
@@ -239,7 +239,7 @@ def weigh(x: Floats, peaks: Floats, top: np.float32, inverse: np.float32, cut: i
 # -- exact selection ---------------------------------------------------------------------------
 
 
-@kernel
+@part
 def _tally(x: Floats, peaks: Floats, weights: Floats, floor: np.float32) -> tuple[float, int]:
     """Weight and number of the tokens whose logits are at least ``floor``."""
     lanes = np.zeros(BLOCK)
@@ -257,7 +257,7 @@ def _tally(x: Floats, peaks: Floats, weights: Floats, floor: np.float32) -> tupl
     return _sum(lanes), count
 
 
-@kernel
+@part
 def _least_kept(keys: Keys, weights: Floats, n: int, target: float) -> int:
     """The last key of the smallest prefix, in descending order, that weighs ``target``; else the last of all.
 
@@ -292,7 +292,7 @@ def _least_kept(keys: Keys, weights: Floats, n: int, target: float) -> int:
     return int(least)
 
 
-@kernel
+@part
 def prefix_cut(x: Floats, peaks: Floats, top: np.float32, floor: np.float32, weights: Floats, target: float, keys: Keys) -> int:
     """The key of the last token of the smallest prefix, in descending order, that weighs ``target``.
 
@@ -331,7 +331,7 @@ def prefix_cut(x: Floats, peaks: Floats, top: np.float32, floor: np.float32, wei
     return _least_kept(keys, weights, n, target - over)
 
 
-@kernel
+@part
 def top_k_cut(x: Floats, peaks: Floats, top: np.float32, k: int, keys: Keys, weights: Floats) -> int:
     """The key of the k-th largest logit, or of the last one over -inf. Overwrites ``keys`` and ``weights``."""
     floor = _LEAST
@@ -344,7 +344,7 @@ def top_k_cut(x: Floats, peaks: Floats, top: np.float32, k: int, keys: Keys, wei
     return prefix_cut(x, peaks, top, floor, weights, float(k), keys)
 
 
-@kernel
+@part
 def collect(x: Floats, peaks: Floats, cut: int, keys: Keys) -> int:
     """Gather the keys at or over the cut, by token id; returns how many."""
     least = logit_of(cut)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ._jit import kernel
+from ._jit import kernel, part
 from .logits import (
     ALL_MASKED,
     BLOCK,
@@ -53,20 +53,20 @@ Report = tuple[Floats, Ints, Ints, Floats]
 Record = Any  # the row table or one entry of it, see sampling_rows.ROW
 
 
-@kernel
+@part
 def _stream(seed: np.uint64, position: int) -> np.uint64:
     """The counter's base for one output position of one request."""
     return mix(mix(np.uint64(seed) + _GAMMA) + np.uint64(position + 1) * _GAMMA)
 
 
-@kernel
+@part
 def _noise(stream: np.uint64, token: int) -> float:
     bits = mix(stream + np.uint64(token + 1) * _GAMMA)
     u = (float(bits >> np.uint64(12)) + 0.5) * 2.0**-52
     return -math.log(-math.log(u))
 
 
-@kernel
+@part
 def _noise_bound(stream: np.uint64, token: int) -> np.float32:
     """At least ``_noise``: since ``-log(u) >= 1 - u``, the noise is at most ``-log(1 - u)``.
 
@@ -79,7 +79,7 @@ def _noise_bound(stream: np.uint64, token: int) -> np.float32:
     return _LOG_2 * (np.float32(32.0) - log2) + np.float32(0.01)
 
 
-@kernel
+@part
 def _race(x: Floats, peaks: Floats, top: np.float32, cut: int, row: Record, inverse: np.float32, stream: np.uint64) -> int:
     """Draw from the softmax of the tokens at or over the cut and over min-p.
 
@@ -117,7 +117,7 @@ def _race(x: Floats, peaks: Floats, top: np.float32, cut: int, row: Record, inve
     return winner
 
 
-@kernel
+@part
 def _draw(row: Record, x: Floats, peaks: Floats, top: np.float32, keys: Keys, weights: Floats) -> int:
     """Temperature, top-k, top-p over what top-k left, min-p, and the draw."""
     inverse = np.float32(min(max(1.0 / row.temperature, 1e-30), 1e30))
@@ -133,14 +133,14 @@ def _draw(row: Record, x: Floats, peaks: Floats, top: np.float32, keys: Keys, we
     return _race(x, peaks, top, cut, row, inverse, _stream(row.seed, row.position))
 
 
-@kernel
+@part
 def _bounded(value: float) -> np.float32:
     if value == -np.inf:
         return np.float32(value)
     return np.float32(min(max(value, -_LARGEST), _LARGEST))
 
 
-@kernel
+@part
 def _adjust(row: Record, ids: Ints, values: Floats, x: Floats, saved: Floats) -> None:
     """Apply the row's lists, in the order they are stored: allowed, bias and bans, stops, seen."""
     start = row.start
@@ -167,7 +167,7 @@ def _adjust(row: Record, ids: Ints, values: Floats, x: Floats, saved: Floats) ->
         x[ids[j]] = _bounded(logit)
 
 
-@kernel
+@part
 def _count(row: Record, ids: Ints, values: Floats, token: int) -> None:
     """Count one more occurrence in the output. The caller keeps room for one more entry."""
     start = row.start + row.allowed + row.biased + row.stops
@@ -181,7 +181,7 @@ def _count(row: Record, ids: Ints, values: Floats, token: int) -> None:
     row.seen += 1
 
 
-@kernel
+@part
 def _choose(
     row: Record, bits: Bits, ids: Ints, values: Floats, x: Floats, peaks: Floats, keys: Keys, weights: Floats
 ) -> tuple[int, int]:
@@ -199,7 +199,7 @@ def _choose(
     return OK, _draw(row, x, peaks, top, keys, weights)
 
 
-@kernel
+@part
 def _report(
     bits: Bits, token: int, x: Floats, peaks: Floats, keys: Keys, weights: Floats, top_ids: Ints, top_logprobs: Floats
 ) -> tuple[float, int]:
@@ -228,7 +228,7 @@ def _report(
     return float(chosen) - normaliser, rank
 
 
-@kernel
+@part
 def _argmax_task(i: int, chunks: int, worker: int, bits: Bits, tokens: Ints, status: Ints) -> None:
     status[i], tokens[i] = argmax(bits[i])
 
@@ -245,7 +245,7 @@ def argmax_rows(fork: int, threads: int, bits: Bits, tokens: Ints, status: Ints)
     parallel(_argmax_task, fork, threads, tokens.size, (bits, tokens, status))
 
 
-@kernel
+@part
 def _sample_task(
     i: int,
     chunks: int,
@@ -307,7 +307,7 @@ def sample_rows(
     parallel(_sample_task, fork, threads, tokens.size, (bits, rows, table, ids, values, scratch, tokens, status, report))
 
 
-@kernel
+@part
 def _report_task(i: int, chunks: int, worker: int, bits: Bits, tokens: Ints, scratch: Scratch, report: Report) -> None:
     x, peaks, keys, weights = scratch[0][worker], scratch[1][worker], scratch[2][worker], scratch[3][worker]
     logprobs, ranks, top_ids, top_logprobs = report
