@@ -79,7 +79,7 @@ async def one_request(engine: asyncsched.Engine, rng: random.Random, shared: lis
     prompt = shared[: rng.randrange(len(shared))] + [rng.randrange(256) for _ in range(rng.randrange(1, 40))]
     count, seed = rng.choice([0, 1, 8, 30, 80, 110]), rng.randrange(1 << 40)
     stop = (rng.randrange(vocab),) if rng.random() < 0.3 else ()
-    expected = expected_tokens(prompt, seed, count, vocab, stop)
+    expected = expected_tokens(prompt, seed, min(count, engine.limits.max_model_len - len(prompt)), vocab, stop)
     tally.requests += 1
     got: list[int] = []
     how = rng.choice(["read", "read", "read", "read", "cancel", "break", "abort", "drop"] if rng.random() < 0.4 else ["read"])
@@ -197,7 +197,8 @@ def main() -> int:
     slope = (half[-1][1] - half[0][1]) / 1024 / (seconds / 60) if seconds > 0 else 0.0
     report = {
         "rounds": tally.rounds, "requests": tally.requests, "cancelled": tally.cancelled,
-        "failed_as_planned": tally.failed_as_planned, "steps": tally.steps, "row_steps": tally.row_steps, "preemptions": tally.preemptions,
+        "failed_as_planned": tally.failed_as_planned, "steps": tally.steps, "row_steps": tally.row_steps,
+        "preemptions": tally.preemptions,
         "virtual_hours": round(tally.virtual_seconds / 3600, 2), "wrong": len(tally.wrong), "leaks": len(tally.leaks),
         "hangs": tally.hangs,
         "rss_mib": round(memory[-1][1] / 1024, 1), "rss_slope_mib_per_minute": round(slope, 3),

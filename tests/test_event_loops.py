@@ -137,6 +137,7 @@ def test_an_engine_whose_loop_is_gone_can_be_closed_and_started_in_another(loade
 
     async def start() -> None:
         await engine.start()
+        await turns()
 
     async def restart() -> None:
         await engine.aclose()

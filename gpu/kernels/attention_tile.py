@@ -231,7 +231,7 @@ def _finish(place: Any, shape: Any, data: Any, at: Any) -> None:
             store_part(data.out, target + d, value, shape.dim - d)
 
 
-@part
+@inlined
 def attend_tile(
     rows: Any,
     key_columns: Any,
