@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import anyio
-import anyio.lowlevel
 import anyio.to_thread
 import numpy as np
 from anyio.abc import TaskGroup
@@ -20,6 +19,7 @@ from .errors import (
     AsyncschedError,
     EmptyPromptError,
     InvalidParamsError,
+    InvalidRequestError,
     InvalidTokenError,
     PromptTooLongError,
     QueueFullError,
@@ -59,7 +59,6 @@ class Admission:
         self._max_tokens = config.max_queued_tokens
         self._wait_when_full = config.when_full == "wait"
         self._lobby: deque[Submission] = deque()
-        self._numbers = 0
         # Limiters of its own, as the default one belongs to the application. One short batch at a
         # time keeps arrival order; long texts must not delay them.
         self._short = anyio.CapacityLimiter(1)
@@ -69,9 +68,10 @@ class Admission:
         """Check what can be checked at once and queue the submission. One step, no await.
 
         Raises:
-            InvalidRequestError: parameters or token ids are impossible.
+            InvalidRequestError: the prompt, parameters or token ids are impossible.
             QueueFullError: the waiting room is full and ``when_full`` is ``"refuse"``.
         """
+        state = self._state
         self._check_params(submission.params)
         tokens = None
         if _is_token_ids(submission.prompt):
@@ -79,51 +79,63 @@ class Admission:
         elif self._tokenizer is None:
             raise InvalidParamsError("this model has no tokenizer: pass the prompt as token ids")
         if not self._wait_when_full and not self._has_room(submission.params.n, 0 if tokens is None else len(tokens)):
-            self._state.counters.rejected += 1
+            state.counters.rejected += 1
             raise QueueFullError(f"{self.queued} requests are waiting already; retry later or raise max_queued_requests/tokens")
         if tokens is not None:
             self._make_requests(submission, tokens)
-        self._state.live[submission.request_id] = submission
-        self._state.counters.submitted += 1
+        state.live[submission.request_id] = submission
+        state.counters.submitted += 1
+        state.arrivals.put(submission, "lobby")
         self._lobby.append(submission)
-        self._state.lobby.set()
+        state.lobby.set()
 
     @property
     def queued(self) -> int:
-        """Requests that wait, in the lobby or in the waiting set."""
-        return len(self._state.waiting) + sum(submission.params.n for submission in self._lobby)
+        """Requests that wait, in the waiting set or on their way to it."""
+        return len(self._state.waiting) + self._state.arrivals.requests
 
     async def run(self) -> None:
         """Admit what has been submitted."""
         async with anyio.create_task_group() as tasks:
             while True:
                 await self._state.lobby.wait()
-                while self._lobby and (not self._wait_when_full or self._has_room(self._lobby[0].params.n, 0, lobby=False)):
-                    await self._take(tasks)
+                while self._lobby and self._may_take(self._lobby[0]):
+                    self._take(tasks)
 
-    async def _take(self, tasks: TaskGroup) -> None:
-        """Admit the next submission, or encode the next few texts together."""
-        first = self._lobby[0]
-        if first.cancelled or first.requests:
-            self._lobby.popleft()
-            await self._enter(first, tasks)
+    def _may_take(self, submission: Submission) -> bool:
+        """False while a submission has to stay in the lobby, because what was taken before it fills the waiting room."""
+        return submission.ended or not self._wait_when_full or self._has_room(submission.params.n, 0, lobby=False)
+
+    def _take(self, tasks: TaskGroup) -> None:
+        """Take up the next submission, or the next few texts together."""
+        first = self._pop()
+        if first.ended:
             return
-        if _size(first.prompt) >= LONG_TEXT:
-            self._lobby.popleft()
+        if first.requests:
+            self._enter(first, tasks)
+        elif _size(first.prompt) >= LONG_TEXT:
             tasks.start_soon(self._encode, [first], tasks, self._long)
-            return
-        batch: list[Submission] = []
-        while self._lobby and len(batch) < BATCH and not self._lobby[0].requests and _size(self._lobby[0].prompt) < LONG_TEXT:
-            batch.append(self._lobby.popleft())
-        tasks.start_soon(self._encode, batch, tasks, self._short)
-        await anyio.lowlevel.checkpoint()
+        else:
+            batch = [first]
+            while self._lobby and len(batch) < BATCH and self._joins_batch(self._lobby[0]):
+                batch.append(self._pop())
+            tasks.start_soon(self._encode, batch, tasks, self._short)
+
+    def _pop(self) -> Submission:
+        submission = self._lobby.popleft()
+        if not submission.ended:
+            self._state.arrivals.put(submission, "taken")
+        return submission
+
+    def _joins_batch(self, submission: Submission) -> bool:
+        return not submission.requests and self._may_take(submission) and _size(submission.prompt) < LONG_TEXT
 
     async def _encode(self, batch: list[Submission], tasks: TaskGroup, limiter: anyio.CapacityLimiter) -> None:
         """Tokenise in a worker thread; a text that fails fails alone."""
-        wanted = [submission for submission in batch if not submission.cancelled]
+        wanted = [submission for submission in batch if not submission.ended]
         answers = await anyio.to_thread.run_sync(self._encode_all, [s.prompt for s in wanted], limiter=limiter)
         for submission, answer in zip(wanted, answers, strict=True):
-            if submission.cancelled:
+            if submission.ended:
                 continue
             try:
                 if isinstance(answer, BaseException):
@@ -132,7 +144,7 @@ class Admission:
             except AsyncschedError as exc:
                 self.refuse(submission, exc)
             else:
-                await self._enter(submission, tasks)
+                self._enter(submission, tasks)
 
     def _encode_all(self, prompts: Sequence[Any]) -> list[Any]:
         """Worker thread. Token ids, token counts (too long), or the exception, per prompt."""
@@ -166,10 +178,9 @@ class Admission:
                     answers.append(error)
         return answers
 
-    async def _enter(self, submission: Submission, tasks: TaskGroup) -> None:
+    def _enter(self, submission: Submission, tasks: TaskGroup) -> None:
         """Let the admission policy look, then queue."""
-        if submission.cancelled or submission.ended:
-            return
+        self._state.arrivals.put(submission, "taken")  # its tokens are known now
         if self._state.policies.annotates:
             tasks.start_soon(self._annotate, submission)
         else:
@@ -183,9 +194,10 @@ class Admission:
 
     def _queue(self, submission: Submission) -> None:
         state = self._state
-        if not self._wait_when_full and submission.prompt is not None and not _is_token_ids(submission.prompt):
+        state.arrivals.remove(submission)
+        if not self._wait_when_full and not _is_token_ids(submission.prompt):
             tokens = sum(len(request.prompt) for request in submission.requests)
-            if self._max_tokens is not None and self._waiting_tokens() + tokens > self._max_tokens:
+            if self._over_tokens(tokens):  # could not be known before it was tokenised
                 state.counters.rejected += 1
                 self.refuse(submission, QueueFullError(f"over {self._max_tokens} tokens are waiting already; retry later"))
                 return
@@ -212,14 +224,19 @@ class Admission:
         submission.wake()
 
     def _has_room(self, requests: int, tokens: int, *, lobby: bool = True) -> bool:
-        waiting = self.queued if lobby else len(self._state.waiting)
+        """True if so much more may wait; always if nothing waits. Without ``lobby``, what is in it does not count."""
+        arrivals = self._state.arrivals
+        waiting = len(self._state.waiting) + (arrivals.requests if lobby else arrivals.taken)
+        if not waiting:
+            return True
         if self._max_requests is not None and waiting + requests > self._max_requests:
-            return waiting == 0
-        return self._max_tokens is None or self._waiting_tokens() + tokens <= self._max_tokens or waiting == 0
+            return False
+        return not self._over_tokens(tokens)
 
-    def _waiting_tokens(self) -> int:
-        waiting = sum(len(request.prompt) for request in self._state.waiting.values())
-        return waiting + sum(len(request.prompt) for submission in self._lobby for request in submission.requests)
+    def _over_tokens(self, tokens: int) -> bool:
+        """True if ``tokens`` more would be over the bound."""
+        waiting = self._state.waiting_tokens + self._state.arrivals.tokens
+        return self._max_tokens is not None and waiting > 0 and waiting + tokens > self._max_tokens
 
     def _make_requests(self, submission: Submission, prompt: IntArray) -> None:
         """Create the ``n`` requests; each with a seed of its own."""
@@ -238,10 +255,9 @@ class Admission:
         salt = submission.options.cache_salt if state.prefix_cache else f"\0{submission.number}"
         seed = secrets.randbits(63) if params.seed is None else params.seed
         for index in range(params.n):
-            self._numbers += 1
             submission.requests.append(
                 Request(
-                    self._numbers,
+                    submission.number + index,
                     submission,
                     index,
                     prompt,
@@ -304,9 +320,24 @@ class Admission:
 
 
 def _is_token_ids(prompt: Any) -> bool:
+    """True for token ids, False for text and conversations.
+
+    Raises:
+        InvalidRequestError: it is none of them.
+    """
     if isinstance(prompt, np.ndarray):
         return True
-    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], Mapping))
+    if isinstance(prompt, str):
+        return False
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise InvalidRequestError(
+            f"a prompt is text, a sequence of token ids or a list of messages, not {type(prompt).__name__}"
+        )
+    if not (prompt and isinstance(prompt[0], Mapping)):
+        return True
+    if not all(isinstance(message, Mapping) for message in prompt):
+        raise InvalidRequestError("a conversation is a list of messages, each a mapping with role and content")
+    return False
 
 
 def _size(prompt: Any) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -66,7 +66,7 @@ class BlockingEngine:
         async def submit() -> TokenStream:
             return self._engine.stream(prompt, params, **options)
 
-        return _BlockingStream(self._open(), self._call(submit))
+        return _BlockingStream(self._call, self._call(submit))
 
     def abort(self, request_id: str) -> bool:
         """As ``Engine.abort``."""
@@ -98,19 +98,20 @@ class BlockingEngine:
 class _BlockingStream:
     """Iterates a ``TokenStream`` through the portal; leaving the block releases the request."""
 
-    def __init__(self, portal: BlockingPortal, stream: TokenStream) -> None:
-        self._portal = portal
+    def __init__(self, call: Callable[[Any], Any], stream: TokenStream) -> None:
+        self._call = call  # refuses once the engine is closed
         self._stream = stream
 
     def __enter__(self) -> Iterator[Chunk]:
         return self._chunks()
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        self._portal.call(self._stream.aclose)
+        with suppress(EngineClosedError):  # then it has ended with the engine
+            self._call(self._stream.aclose)
 
     def _chunks(self) -> Iterator[Chunk]:
         while True:
-            chunk = self._portal.call(self._next)
+            chunk = self._call(self._next)
             if chunk is None:
                 return
             yield chunk

@@ -21,19 +21,28 @@ T = TypeVar("T")
 
 
 class LoopBinding:
-    """The event loop and thread an engine lives in. Made inside the running loop."""
+    """The event loop and thread an engine lives in. Made inside the running loop.
+
+    Attributes:
+        thread: The thread's identifier.
+        clock: The loop's time in seconds; unlike ``anyio.current_time`` also usable in loop callbacks,
+            which run in no task.
+    """
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         home = current_token().native_token
         self._home = home
+        self.clock: Callable[[], float]
         if isinstance(home, asyncio.AbstractEventLoop):
+            self.clock = home.time
             self._call: Callable[[Callable[[], object]], object] = home.call_soon_threadsafe
             self._current: Callable[[], object] = asyncio.get_running_loop
         else:
             import trio
 
             assert isinstance(home, trio.lowlevel.TrioToken)
+            self.clock = trio.current_time
             self._call = home.run_sync_soon
             self._current = trio.lowlevel.current_trio_token
 

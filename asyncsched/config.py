@@ -120,6 +120,10 @@ class EngineConfig:
             raise ConfigError(f"page_size={self.page_size} is not a power of two; use 1, 16, 32 …")
         if sum(size is not None for size in (self.pages, self.pool_bytes, self.pool_fraction)) > 1:
             raise ConfigError("give the pool's size once: pages, pool_bytes or pool_fraction")
+        for name in ("pool_fraction", "low_watermark", "high_watermark"):
+            share = getattr(self, name)
+            if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
+                raise ConfigError(f"{name}={share!r} must be a number")
         if self.pool_fraction is not None and not 0.0 < self.pool_fraction <= 1.0:
             raise ConfigError(f"pool_fraction={self.pool_fraction} is not in (0, 1]")
         if not 0.0 <= self.low_watermark <= self.high_watermark < 1.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from types import TracebackType
@@ -84,13 +85,18 @@ class Engine:
             raise EngineError("the backend given to this engine was closed with it; make a new Engine")
         self._starting = True
         try:
-            policies = PolicyHost(self.config)
+            policies = await anyio.to_thread.run_sync(PolicyHost, self.config)
             backend = self._given
             if backend is None:
-                backend = await anyio.to_thread.run_sync(load_backend, self.config)
+                backend = await _Loading(self.config).backend()
             self._used_backend = True
-            run = Run(self.config, backend, policies)
-            await run.start()
+            try:
+                run = Run(self.config, backend, policies)
+                await run.start()
+            except BaseException:
+                with anyio.CancelScope(shield=True):
+                    await anyio.to_thread.run_sync(backend.executor.close)
+                raise
             self._run = run
         finally:
             self._starting = False
@@ -98,10 +104,12 @@ class Engine:
 
     async def aclose(self) -> None:
         """End every open request, stop the tasks, join the compute thread, free the memory. Idempotent."""
-        run, self._run = self._run, None
-        if run is not None:
+        run = self._run
+        if run is not None and not run.over:
             run.binding.check()
             await run.close()
+        if self._run is run:  # another task may have closed and started it meanwhile
+            self._run = None
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -143,7 +151,10 @@ class Engine:
     async def generate(self, prompt: Sequence[int], params: SamplingParams | None = None, **options: Any) -> Result: ...
     @overload
     async def generate(
-        self, prompt: Sequence[str] | Sequence[Sequence[int]], params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Message]],
+        params: SamplingParams | None = None,
+        **options: Any,
     ) -> list[Result]: ...
     async def generate(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Result | list[Result]:
         """The whole answer to one prompt, or the answers to a batch (a list of texts or of token lists), in order.
@@ -275,6 +286,10 @@ def _split(params: SamplingParams | None, options: Mapping[str, Any]) -> tuple[S
 
         hint = get_close_matches(unknown[0], [*FIELD_NAMES, *_OPTION_NAMES], 1)
         raise InvalidParamsError(f"unknown option {unknown[0]!r}" + (f"; did you mean {hint[0]!r}?" if hint else ""))
+    if params is not None and not isinstance(params, SamplingParams):
+        raise InvalidParamsError(
+            f"params must be a SamplingParams, not {type(params).__name__}; or pass its fields as keywords"
+        )
     if params is None:
         return SamplingParams(**sampling), RequestOptions(**rest)
     return replace(params, **sampling) if sampling else params, RequestOptions(**rest)
@@ -286,3 +301,34 @@ def _is_batch(prompt: Any) -> bool:
         return False
     first = prompt[0]
     return isinstance(first, str) or (isinstance(first, Sequence) and not isinstance(first, Mapping))
+
+
+class _Loading:
+    """Loads a backend in a worker thread; one that nobody waits for any more is closed when it is ready."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._loaded: Backend | None = None
+        self._given_up = False
+
+    async def backend(self) -> Backend:
+        """The loaded backend."""
+        try:
+            return await anyio.to_thread.run_sync(self._load)
+        except BaseException:  # a native cancel does not wait for the thread
+            with self._lock:
+                self._given_up, loaded = True, self._loaded
+            if loaded is not None:
+                with anyio.CancelScope(shield=True):
+                    await anyio.to_thread.run_sync(loaded.executor.close)
+            raise
+
+    def _load(self) -> Backend:
+        backend = load_backend(self._config)
+        with self._lock:
+            self._loaded = backend
+            given_up = self._given_up
+        if given_up:
+            backend.executor.close()
+        return backend

@@ -194,12 +194,11 @@ class Planner:
         assert row is not None
         page_size = state.limits.page_size
         start = request.computed
-        if start % page_size == 0:
+        if start == request.inserted * page_size:
             request.page_since = step
         request.computed = end = start + size
         state.rows.length[row] = end
-        state.donate(request, request.fill, end, step, request.page_since)
-        if end // page_size > start // page_size:
+        if state.donate(request, request.fill, end, step, request.page_since) and end // page_size > start // page_size:
             request.page_since = step
         last = end == len(request.fill)
         sample = last and request.max_new > 0

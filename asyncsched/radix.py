@@ -30,9 +30,23 @@ class Node:
         since: First step that computed a part of it; if any of ``since … created`` fails, so does it.
             After ``created`` for what is known to be good.
         depth: Tokens from the root to the end of this run.
+        entry: Its latest place in the eviction queue; older ones are void.
     """
 
-    __slots__ = ("children", "created", "depth", "hits", "key", "last_used", "number", "pages", "parent", "refs", "since")
+    __slots__ = (
+        "children",
+        "created",
+        "depth",
+        "entry",
+        "hits",
+        "key",
+        "last_used",
+        "number",
+        "pages",
+        "parent",
+        "refs",
+        "since",
+    )
 
     def __init__(
         self, number: int, key: bytes, pages: IntArray, parent: Node | None, since: int, created: int, depth: int
@@ -48,6 +62,7 @@ class Node:
         self.since = since
         self.created = created
         self.depth = depth
+        self.entry: tuple[Any, int, Node] | None = None
 
 
 class Root(Node):
@@ -132,11 +147,9 @@ class RadixTree:
         return node, runs[0] if len(runs) == 1 else np.concatenate(runs)
 
     def extend(
-        self, node: Node, tokens: bytes, pages: IntArray, step: int, since: int | None = None
+        self, node: Node, tokens: bytes, pages: IntArray, step: int, since: int | None = None, *, over: bool = True
     ) -> tuple[Node, list[tuple[int, int]]]:
         """Insert ``tokens`` (whole pages, int32 bytes) with their ``pages`` below ``node``.
-
-        Runs that another request inserted meanwhile are walked over and keep their own pages.
 
         Args:
             node: Where to begin.
@@ -145,32 +158,32 @@ class RadixTree:
             step: The step whose plan this belongs to.
             since: The first step that computes any of it; ``step + 1`` if it is known to be good;
                 by default ``step``.
+            over: Walk over runs that another request has inserted meanwhile; they keep their own
+                pages. Otherwise nothing is inserted if there is one.
 
         Returns:
             The node at the end, and the ranges ``(first, last)`` of ``pages`` that the tree has
             taken over; the others stay with the caller.
         """
         size, position = self.page_bytes, 0
-        since = step if since is None else since
-        taken: list[tuple[int, int]] = []
         while position < len(tokens):
             child = node.children.get(tokens[position : position + size])
             if child is None:
                 first, last = position // size, len(tokens) // size
-                child = self._node(
-                    tokens[position:], pages[first:last], node, since, step, node.depth + (len(tokens) - position) // 4
-                )
+                depth = node.depth + (len(tokens) - position) // 4
+                child = self._node(tokens[position:], pages[first:last], node, step if since is None else since, step, depth)
                 self._attach(node, child)
                 self.pages += last - first
-                taken.append((first, last))
                 self._push(child)
-                return child, taken
+                return child, [(first, last)]
+            if not over:
+                break
             run = tokens[position : position + len(child.key)]
             if run != child.key:
                 child = self._split(child, self._common(child.key, run))
             child.last_used = step
             position, node = position + len(child.key), child
-        return node, taken
+        return node, []
 
     def lock(self, node: Node) -> None:
         """Count one user of ``node`` and of everything above it."""
@@ -209,20 +222,20 @@ class RadixTree:
         freed: list[IntArray] = []
         renewed: set[int] = set()  # nodes whose key has been brought up to date: once is enough
         while count > 0 and self._heap:
-            key, number, node = heapq.heappop(self._heap)
-            if not _evictable(node):
-                continue  # in use again, no longer a leaf, or gone
-            now = key if number in renewed else self.eviction_key(node)
-            if now != key:
+            entry = heapq.heappop(self._heap)
+            key, number, node = entry
+            if entry is not node.entry or not _evictable(node):
+                continue  # queued anew, in use again, no longer a leaf, or gone
+            if number not in renewed and self.eviction_key(node) != key:
                 renewed.add(number)
-                heapq.heappush(self._heap, (now, number, node))
+                self._push(node)
                 continue
             surplus = len(node.pages) - count
             if surplus > 0:
                 freed.append(node.pages[surplus:])
                 node.depth -= count * self.page_size
                 node.key, node.pages = node.key[: surplus * self.page_bytes], node.pages[:surplus]
-                heapq.heappush(self._heap, (key, number, node))
+                heapq.heappush(self._heap, entry)
                 self.pages -= count
                 break
             freed.append(self._detach(node))
@@ -285,12 +298,13 @@ class RadixTree:
             self._roots.pop(node.namespace, None)
 
     def _push(self, node: Node) -> None:
-        if _evictable(node):
-            heapq.heappush(self._heap, (self.eviction_key(node), node.number, node))
-            if len(self._heap) > 64 + 2 * self._nodes:  # mostly stale entries: rebuild from the live ones
-                live = {entry[2].number: entry[2] for entry in self._heap if _evictable(entry[2])}
-                self._heap = [(self.eviction_key(n), n.number, n) for n in live.values()]
-                heapq.heapify(self._heap)
+        if not _evictable(node):
+            return
+        node.entry = (self.eviction_key(node), node.number, node)
+        heapq.heappush(self._heap, node.entry)
+        if len(self._heap) > 64 + 2 * self._nodes:  # mostly void entries: drop them
+            self._heap = [entry for entry in self._heap if entry is entry[2].entry and _evictable(entry[2])]
+            heapq.heapify(self._heap)
 
     def _split(self, node: Node, size: int) -> Node:
         """Cut ``node`` after ``size`` bytes; returns the new upper part."""

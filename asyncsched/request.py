@@ -49,6 +49,14 @@ class RequestOptions:
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.hints, Mapping):
+            raise InvalidParamsError(f"hints={self.hints!r} must be a mapping")
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise InvalidParamsError(f"priority={self.priority!r} must be a whole number")
+        for name in ("tenant", "cache_salt", "program_id"):
+            text = getattr(self, name)
+            if not isinstance(text, str) and not (name == "program_id" and text is None):
+                raise InvalidParamsError(f"{name}={text!r} must be a string")
         for name in ("deadline", "queue_timeout", "timeout"):
             seconds = getattr(self, name)
             if seconds is not None and not (isinstance(seconds, int | float) and 0 <= seconds < float("inf")):
@@ -59,6 +67,7 @@ class Submission:
     """What one call of ``stream`` or ``generate`` asked for: ``n`` requests on one prompt. Loop thread only.
 
     Attributes:
+        number: Number of its first request; the others follow.
         prompt: As given: text, token ids, or chat messages.
         requests: Empty until the prompt is tokenised.
         error: Why it never became requests, or why the engine gave up.
@@ -123,7 +132,8 @@ class Request:
         node: Locked end of its prefix in the radix tree.
         inserted: Leading pages of ``fill`` that are in the tree below ``node``.
         computed: Tokens of ``fill`` computed or planned.
-        page_since: Step that computed the first token of the page the fill has got to.
+        page_since: First step that computed a part of the first page that is not in the tree yet.
+        resumed_at: Output tokens it had when it got its row.
         cached: Tokens of ``fill`` that were found in the cache.
         output: Sampled tokens, except those still in the row's window.
     """
@@ -131,7 +141,7 @@ class Request:
     __slots__ = (
         "admitted_at", "assembler", "cached", "computed", "donated", "error", "fed", "fill", "finish_reason",
         "finished_at", "first_token_at", "hints", "index", "inserted", "lease", "logprobs", "max_new", "namespace",
-        "node", "number", "output", "page_since", "pages", "preemptions", "prompt", "prompt_logprobs", "row",
+        "node", "number", "output", "page_since", "pages", "preemptions", "prompt", "prompt_logprobs", "resumed_at", "row",
         "rows", "seed", "shareable", "stop_ids", "stop_reason", "submission", "text_closed", "unread_text", "view",
         "waiting_since_step",
     )  # fmt: skip
@@ -162,6 +172,7 @@ class Request:
         self.node: Node | None = None
         self.inserted = 0
         self.page_since = 0
+        self.resumed_at = 0
         self.computed = 0
         self.cached = 0
         self.output: list[int] = []

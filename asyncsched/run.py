@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import anyio
@@ -11,8 +12,15 @@ from .admission import Admission
 from .backend import Backend
 from .bridge import Inbox, LoopBinding
 from .config import EngineConfig
-from .contract import StepResult
-from .errors import DuplicateRequestError, EngineClosedError, EngineDeadError, EngineDrainingError, EngineError
+from .contract import Executor, StepResult
+from .errors import (
+    DuplicateRequestError,
+    EngineClosedError,
+    EngineDeadError,
+    EngineDrainingError,
+    EngineError,
+    InvalidParamsError,
+)
 from .events import EventBus
 from .eviction import Evictor
 from .finish import Finisher
@@ -40,7 +48,7 @@ class Run:
         limits = backend.executor.limits
         self.draining = False
         self.state = ControlState(
-            limits, policies, clock=anyio.current_time, events=self.events, prefix_cache=config.prefix_cache
+            limits, policies, clock=self.binding.clock, events=self.events, prefix_cache=config.prefix_cache
         )
         evict = Signal()
         self.placement = Placement(self.state, config)
@@ -76,17 +84,26 @@ class Run:
             raise EngineClosedError("the engine is closing; no new requests")
         if self.draining:
             raise EngineDrainingError("the engine is draining; it takes new requests after resume()")
-        self._numbers += 1
         if request_id is None:
-            request_id = f"request-{self._numbers}"
-        if request_id in self.state.live:
+            request_id = self._made_up_id()
+        elif not isinstance(request_id, str):
+            raise InvalidParamsError(f"request_id={request_id!r} must be a string")
+        elif request_id in self.state.live:
             raise DuplicateRequestError(
                 f"request id {request_id!r} belongs to a live request; wait for it or choose another id"
             )
-        submission = Submission(self._numbers, request_id, prompt, params, options, self.state.clock())
+        submission = Submission(self._numbers + 1, request_id, prompt, params, options, self.state.clock())
+        self._numbers += params.n  # reserved now, so that numbers are in order of arrival whatever tokenising takes
         self.admission.submit(submission)
         self._timekeeper.watch(submission)
         return submission
+
+    def _made_up_id(self) -> str:
+        """An id no live request has."""
+        number = self._numbers + 1
+        while f"request-{number}" in self.state.live:
+            number += 1
+        return f"request-{number}"
 
     def health(self) -> Health:
         """See ``Engine.health``."""
@@ -143,12 +160,17 @@ class Run:
             await self._close_executor()
             self._ended.set()
 
+    @property
+    def over(self) -> bool:
+        """True once everything has stopped."""
+        return self._ended.is_set()
+
     async def _close_executor(self) -> None:
-        with anyio.CancelScope(shield=True), anyio.move_on_after(self.config.close_timeout) as scope:
-            await anyio.to_thread.run_sync(
-                self.backend.executor.close, limiter=anyio.CapacityLimiter(1), abandon_on_cancel=True
+        with anyio.CancelScope(shield=True):
+            closed = await anyio.to_thread.run_sync(
+                _close_within, self.backend.executor, self.config.close_timeout, limiter=anyio.CapacityLimiter(1)
             )
-        if scope.cancelled_caught:
+        if not closed:
             self._log.error("compute_thread_stuck", seconds=self.config.close_timeout)
 
     def _die(self, error: EngineDeadError) -> None:
@@ -175,3 +197,11 @@ def _root(exc: BaseException) -> BaseException:
     while isinstance(exc, BaseExceptionGroup):
         exc = exc.exceptions[0]
     return exc
+
+
+def _close_within(executor: Executor, seconds: float) -> bool:
+    """Close in a thread that may be left behind: one that is stuck in a device cannot be stopped. Real seconds."""
+    thread = threading.Thread(target=executor.close, name="asyncsched-close", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()

@@ -15,6 +15,7 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
+from .arrivals import Arrivals
 from .contract import EMPTY_INTS, ExecutorLimits, IntArray
 from .events import Admitted, EventBus, Finished, Preempted
 from .pages import PagePool
@@ -110,7 +111,8 @@ class ControlState:
 
     Attributes:
         live: Submissions that have not ended, by the caller's id.
-        waiting: Requests that want a row, in arrival order, by number.
+        arrivals: Those of them that are not in the waiting set yet, counted.
+        waiting: Requests that want a row, in arrival order, by number; ``waiting_tokens`` is the sum of their prompts.
         prefilling: Requests with a row whose prompt is not planned to its end, in order of admission.
         by_row: The request that holds each row.
         leaves: Rows the device must forget with the next plan.
@@ -133,7 +135,9 @@ class ControlState:
         self.pool = PagePool(limits.pages)
         self.tree = RadixTree(limits.page_size, policies.eviction_key)
         self.live: dict[str, Submission] = {}
+        self.arrivals = Arrivals()
         self.waiting: dict[int, Request] = {}
+        self.waiting_tokens = 0
         self.prefilling: dict[int, Request] = {}
         self.by_row: list[Request | None] = [None] * limits.max_rows
         self.leaves: list[int] = []
@@ -175,6 +179,7 @@ class ControlState:
         request.waiting_since_step = self.submitted + 1
         late = bool(self.waiting) and request.number < next(reversed(self.waiting))
         self.waiting[request.number] = request
+        self.waiting_tokens += len(request.prompt)
         if late:  # its prompt took longer to tokenise than a later one's, or it lost its row
             self.waiting = dict(sorted(self.waiting.items()))
 
@@ -195,10 +200,9 @@ class ControlState:
         request.donated = np.zeros(len(pages), np.bool_)
         request.donated[:donated] = True
         self.by_row[row] = request
-        del self.waiting[request.number]
-        self.lobby.set()
+        self._leave_waiting(request)
         self.prefilling[request.number] = request
-        produced = len(request.output)
+        produced = request.resumed_at = len(request.output)
         rows.length[row] = request.computed
         rows.capacity[row] = len(pages) * self.limits.page_size
         rows.received[row] = produced
@@ -235,8 +239,7 @@ class ControlState:
         """End a request, whatever its stage: the only way out. Idempotent."""
         if request.ended:
             return
-        if self.waiting.pop(request.number, None) is not None:
-            self.lobby.set()
+        self._leave_waiting(request)
         self._vacate(request, keep=reason != "error")
         request.finish_reason = reason
         request.stop_reason = stop_reason
@@ -255,6 +258,8 @@ class ControlState:
 
     def retire(self, submission: Submission) -> None:
         """Forget a submission that has ended; its id may be used again."""
+        self.arrivals.remove(submission)
+        self.lobby.set()
         if self.live.get(submission.request_id) is submission:
             del self.live[submission.request_id]
         if not self.prefix_cache and self.tree.pages:
@@ -283,6 +288,11 @@ class ControlState:
         """Requests that hold a row, in order of admission."""
         return sorted((request for request in self.by_row if request is not None), key=lambda request: request.lease)
 
+    def _leave_waiting(self, request: Request) -> None:
+        if self.waiting.pop(request.number, None) is not None:
+            self.waiting_tokens -= len(request.prompt)
+            self.lobby.set()
+
     def _vacate(self, request: Request, *, keep: bool) -> None:
         """Give back row and pages, fenced by the last submitted step; with ``keep`` whole pages stay cached."""
         if request.row is None:
@@ -304,31 +314,34 @@ class ControlState:
         request.lease = 0
 
     def _cache_output(self, request: Request) -> None:
-        """Insert what was generated into the tree, as far as its keys and values are certain.
+        """Insert what is not in the tree yet, as far as its keys and values are certain.
 
-        Everything but the last token has been through the model; a prompt that was not planned to
-        its end counts as far as it was planned.
+        That is everything but the last token, once a token has arrived that was sampled after the
+        whole fill.
         """
-        if request.node is None:
+        if request.node is None or len(request.output) == request.resumed_at:
             return
-        whole = len(request.fill)
-        if request.computed < whole:
-            return  # its planned chunks are in the tree already
         tokens = np.concatenate([request.prompt, np.array(request.output, np.int32)])
-        certain = max(whole, len(tokens) - 1)
-        self.donate(request, tokens, min(certain, len(tokens)), self.submitted, self.submitted + 1)
+        self.donate(request, tokens, len(tokens) - 1, self.submitted, self.submitted + 1, over=True)
 
-    def donate(self, request: Request, tokens: IntArray, upto: int, step: int, since: int) -> None:
-        """Insert the whole pages of ``tokens[:upto]`` that are not in the tree yet; see ``RadixTree.extend``."""
+    def donate(self, request: Request, tokens: IntArray, upto: int, step: int, since: int, *, over: bool = False) -> bool:
+        """Insert the whole pages of ``tokens[:upto]`` that are not in the tree yet; see ``RadixTree.extend``.
+
+        While a request runs, it does not walk over runs that another one has inserted meanwhile: it
+        would lock their pages beside its own copies, and hold more than its share of the pool.
+        Returns False if such a run stands in the way.
+        """
         full = upto // self.limits.page_size
         if request.node is None or full <= request.inserted:
-            return
+            return True
         size, first = self.limits.page_size, request.inserted
-        node, taken = self.tree.extend(
-            request.node, tokens[first * size : full * size].astype(np.int32).tobytes(), request.pages[first:full], step, since
-        )
+        run = tokens[first * size : full * size].astype(np.int32).tobytes()
+        node, taken = self.tree.extend(request.node, run, request.pages[first:full], step, since, over=over)
+        if not taken and not over:
+            return False
         self.tree.move_lock(request.node, node)
         request.node = node
         request.inserted = full
         for start, end in taken:
             request.donated[first + start : first + end] = True
+        return True

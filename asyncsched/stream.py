@@ -159,8 +159,8 @@ class TokenStream:
         submission = self._submission
         completions = []
         for request in submission.requests:
-            text = "".join(self._texts[request.index]) + request.take_text()
-            completions.append(_completion(request, text))
+            self._texts[request.index].append(request.take_text())
+            completions.append(_completion(request, "".join(self._texts[request.index])))
         first = submission.requests[0] if submission.requests else None
         prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         if first is not None and first.prompt_logprobs is not None:

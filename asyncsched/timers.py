@@ -32,6 +32,9 @@ class Timekeeper:
 
     def watch(self, submission: Submission) -> None:
         """Start the clocks of a new submission."""
+        if len(self._heap) > 64 + 4 * len(self._state.live):  # long limits must not keep what has ended
+            self._heap = [entry for entry in self._heap if not entry[3].ended]
+            heapq.heapify(self._heap)
         options = submission.options
         limits = {
             "queue": options.queue_timeout if options.queue_timeout is not None else self._queue_timeout,

@@ -292,6 +292,13 @@ def tokens_of(chunks: Iterable[Chunk], index: int = 0) -> tuple[int, ...]:
     return tuple(token for chunk in chunks if chunk.index == index for token in chunk.token_ids)
 
 
+def assert_threads_end(before: set[threading.Thread]) -> None:
+    """Every thread that was started since ``before`` was taken ends."""
+    for thread in set(threading.enumerate()) - before:
+        thread.join(GUARD)
+        assert not thread.is_alive()
+
+
 def asyncio_tasks() -> set[str]:
     """Names of the other tasks of the running asyncio loop."""
     current = asyncio.current_task()

@@ -19,7 +19,7 @@ from asyncsched import (
 )
 from asyncsched.testing import ByteTokenizer, SimulatedExecutor
 
-from .engine_helpers import GUARD, LIMITS, limits, oracle, text_of, tokens_of
+from .engine_helpers import GUARD, LIMITS, assert_threads_end, limits, oracle, text_of, tokens_of
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 
@@ -227,7 +227,7 @@ def test_a_start_that_fails_leaves_nothing() -> None:
         engine.statistics()
     with pytest.raises(ConfigError, match="did you mean 'depth'"):
         BlockingEngine(dept=1)
-    assert set(threading.enumerate()) == before
+    assert_threads_end(before)
 
 
 def test_no_thread_is_left() -> None:
@@ -236,7 +236,7 @@ def test_no_thread_is_left() -> None:
         engine, _ = blocking()
         with engine:
             engine.generate(PROMPT, max_tokens=3)
-    assert set(threading.enumerate()) == before
+    assert_threads_end(before)
 
 
 def test_the_engine_runs_in_a_thread_that_is_not_the_main_one() -> None:

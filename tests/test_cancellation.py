@@ -16,7 +16,19 @@ import pytest
 from asyncsched import TokenStream
 from asyncsched.testing import ByteTokenizer, check_invariants
 
-from .engine_helpers import ASYNCIO, LETTERS, BlockedTokenizer, Rig, limits, oracle, read, tokens_of, turns, until
+from .engine_helpers import (
+    ASYNCIO,
+    LETTERS,
+    BlockedTokenizer,
+    Rig,
+    assert_threads_end,
+    limits,
+    oracle,
+    read,
+    tokens_of,
+    turns,
+    until,
+)
 
 LONG = list(range(300, 340))
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2, 3])
@@ -570,7 +582,7 @@ async def test_a_stress_of_everything_at_once(rig: Rig) -> None:
 
 def test_threads_do_not_pile_up() -> None:
     """Tokenising that was given up leaves no worker thread behind once the loop has ended."""
-    before = threading.active_count()
+    before = set(threading.enumerate())
 
     async def main() -> None:
         tokenizer = ByteTokenizer()
@@ -579,6 +591,5 @@ def test_threads_do_not_pile_up() -> None:
                 rig.engine.stream(f"text {i}", max_tokens=4).close()
                 await turns(i)
 
-    for backend in ("asyncio", "trio"):
-        anyio.run(main, backend=backend)
-    assert threading.active_count() <= before + 10  # trio keeps idle workers for ten seconds
+    anyio.run(main)
+    assert_threads_end(before)

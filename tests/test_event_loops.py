@@ -40,6 +40,7 @@ from .engine_helpers import (
     STARTING,
     BlockedTokenizer,
     Rig,
+    assert_threads_end,
     asyncio_tasks,
     limits,
     oracle,
@@ -611,7 +612,7 @@ def test_no_thread_is_left() -> None:
 
     for _ in range(3):
         asyncio.run(main())
-    assert set(threading.enumerate()) == before
+    assert_threads_end(before)
 
 
 @ASYNCIO

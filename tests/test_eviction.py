@@ -273,7 +273,9 @@ def alternating() -> Callable[[PrefixView], int]:
     return key
 
 
-@pytest.mark.parametrize("make", [counting, lambda: lambda prefix: float("nan"), alternating], ids=["counts", "nan", "alternates"])
+@pytest.mark.parametrize(
+    "make", [counting, lambda: lambda prefix: float("nan"), alternating], ids=["counts", "nan", "alternates"]
+)
 async def test_a_key_that_is_never_the_same_twice_ends(make: Callable[[], Callable[[PrefixView], Any]]) -> None:
     policy = Keyed(make())
     async with simulation(pages=12, eviction_policy=policy) as sim:

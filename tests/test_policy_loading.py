@@ -209,7 +209,9 @@ def test_a_policy_of_this_version_or_of_none_is_taken() -> None:
 
 
 def test_a_policy_of_another_version_is_refused() -> None:
-    with pytest.raises(PolicyLoadError, match=rf"api_version {API_VERSION + 1}, this engine {API_VERSION}; .*upgrade asyncsched-llm"):
+    with pytest.raises(
+        PolicyLoadError, match=rf"api_version {API_VERSION + 1}, this engine {API_VERSION}; .*upgrade asyncsched-llm"
+    ):
         load_policy(Versioned(API_VERSION + 1), "order")
     with pytest.raises(PolicyLoadError, match=r"upgrade the policy's distribution"):
         load_policy(Versioned(API_VERSION - 1), "order")

@@ -49,7 +49,9 @@ class ScriptedRun:
         await self.engine.start()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.executor.unhold()
         await self.engine.aclose()
 

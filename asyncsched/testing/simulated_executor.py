@@ -54,7 +54,7 @@ class SimulatedExecutor:
         self._allowed = 0 if hold else -1
         self._deliver: Callable[[StepResult], None] | None = None
         self._task: object = None
-        self._closed: anyio.Event | None = None
+        self._binding: LoopBinding | None = None
         self.device = SimulatedDevice(self._limits, token_budget)
         self.plans: list[StepPlan] = []
         self.closed = False
@@ -67,7 +67,8 @@ class SimulatedExecutor:
     def start(self, deliver: Callable[[StepResult], None]) -> None:
         """Begin to accept plans; inside the loop the engine lives in."""
         self._deliver = deliver
-        self._task = LoopBinding().spawn(self._run, "simulated-device")
+        self._binding = LoopBinding()
+        self._task = self._binding.spawn(self._run, "simulated-device")
 
     def submit(self, plan: StepPlan) -> None:
         """Queue one plan."""
@@ -99,8 +100,10 @@ class SimulatedExecutor:
         self._wake.set()
 
     def close(self) -> None:
-        """Stop; called from a worker thread by the engine."""
+        """Stop. Any thread."""
         self.closed = True
+        if self._binding is not None:
+            self._binding.call_soon(self._wake.set)
 
     def _fence_broken(self, plan: StepPlan) -> bool:
         """True if ``plan`` gives out rows or pages that a step in flight may still touch.
@@ -127,8 +130,7 @@ class SimulatedExecutor:
 
     async def _run(self) -> None:
         while not self.closed:
-            with anyio.move_on_after(None if not self.closed else 0):
-                await self._wake.wait()
+            await self._wake.wait()
             while self._queue and self._allowed:
                 if self._allowed > 0:
                     self._allowed -= 1

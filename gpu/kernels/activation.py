@@ -26,7 +26,7 @@ def _silu_mul_slices(
     for i in range(count * chunk // chunks, count * (chunk + 1) // chunks):
         row = i // slices
         begin = i % slices * _SLICE
-        for j in range(begin, min(begin + _SLICE, width), LANES):
+        for j in range(begin, begin + _SLICE if begin + _SLICE < width else width, LANES):
             gate = load_part(source, 2 * row * width + j, width - j)
             up = load_part(source, (2 * row + 1) * width + j, width - j)
             decay = exp(sub(splat(np.float32(0.0)), gate))
@@ -38,8 +38,7 @@ def _silu_mul_slices(
 def _silu_mul(element: Any, gate_up: Any, out: Any, rows: Any, width: Any, fork: Any, threads: Any) -> None:
     slices = (width + _SLICE - 1) // _SLICE
     count = rows * slices
-    chunks = min(count, 4 * threads) if threads > 1 else 1
-    parallel(_silu_mul_slices, fork, threads, chunks, (element, gate_up, out, width, slices, count))
+    parallel(_silu_mul_slices, fork, threads, 4 * threads, (element, gate_up, out, width, slices, count))
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,6 @@ from .threads import FORK, parallel
 
 _LOG2E = math.log2(math.e)
 _LEAST = 1 << 17  # positions × queries × head size that are not worth a second thread
-_BASES = 128  # bytes of a thread's memory for the addresses of a block
 
 
 @inlined
@@ -68,7 +67,6 @@ def _attend_chunk(
     q, keys, values, out = tensors
     index, number = np.int32(0), np.float32(0.0)
     memory = work + worker * work_bytes
-    stage = None if stage_at is None else pointer(memory + stage_at, element)
     low, high = everything * chunk // chunks, everything * (chunk + 1) // chunks
     cost = 0
     for s in range(segments):
@@ -80,15 +78,13 @@ def _attend_chunk(
             pointer(values, element),
             pointer(out, element),
             pointer(table + np.int64(pointer(seg_row, index)[s]) * max_pages * 4, index),
-            pointer(memory, np.int64(0)),
-            pointer(memory + _BASES, number),
         )
         for head in range(shape.kv_heads):
             for first in range(0, queries, TILE):
                 count = TILE if queries - first > TILE else queries - first
                 if low <= cost < high:
                     place = Place(np.int64(pointer(seg_first, index)[s]), start, first, count, head)
-                    attend_tile(rows, key_columns, value_columns, place, shape, data, stage, scale, cap)
+                    attend_tile(rows, key_columns, value_columns, place, shape, data, element, memory, stage_at, scale, cap)
                 cost += _cost(shape, start, first, count)
 
 
@@ -126,10 +122,9 @@ def _attend(
             everything += kv_heads * _cost(shape, np.int64(starts[s]), first, count)
     if everything * dim < _LEAST:
         threads = 1
-    chunks = 4 * threads if threads > 1 else 1
     markers = (rows, key_columns, value_columns, element)
     memory = (work, work_bytes, stage_at, scale, cap, everything)
-    parallel(_attend_chunk, fork, threads, chunks, (*markers, shape, segments, max_pages, arrays, tensors, *memory))
+    parallel(_attend_chunk, fork, threads, 4 * threads, (*markers, shape, segments, max_pages, arrays, tensors, *memory))
 
 
 @cache
@@ -139,14 +134,14 @@ def _registers() -> int:
 
 
 @cache
-def _markers(group: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _markers(group: int, width: int) -> tuple[tuple[None, ...], tuple[None, ...], tuple[None, ...]]:
     """Rows and columns of the accumulator tiles: as many as the registers hold beside one row of operands."""
     most = 4 if _registers() > 16 else 3
     rows = -(-group // -(-group // most))
     columns = (_registers() - 1) // (rows + 1)
     keys = max(c for c in (1, 2, 4) if c <= columns)
     values = max(c for c in range(1, columns + 1) if width // LANES % c == 0)
-    return (0,) * rows, (0,) * keys, (0,) * values
+    return (None,) * rows, (None,) * keys, (None,) * values
 
 
 def paged_attention(
@@ -203,5 +198,5 @@ def paged_attention(
 def _memory(dim: int, rows: int, page_size: int, element_size: int) -> tuple[int, int]:
     """Float32 words of memory per thread: for a tile, and behind it for a staged block if there is one."""
     width = -(-dim // LANES) * LANES
-    tile = -(-(_BASES // 4 + scratch_floats(rows, dim, width)) // LANES) * LANES
+    tile = -(-scratch_floats(rows, dim, width) // LANES) * LANES
     return tile, BLOCK * (dim + width) * element_size // 4 if page_size % LANES or dim % LANES else 0

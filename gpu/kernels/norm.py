@@ -74,9 +74,8 @@ def _norm(
     fork: Any,
     threads: Any,
 ) -> None:
-    chunks = min(rows, 4 * threads) if threads > 1 else 1
     arguments = (element, x, residual, weight, summed, out, rows, width, eps, offset)
-    parallel(_norm_rows, fork, threads, chunks, arguments)
+    parallel(_norm_rows, fork, threads, 4 * threads, arguments)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0) -> torch.Tensor:

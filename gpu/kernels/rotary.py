@@ -119,10 +119,9 @@ def _rotary(
     fork: Any,
     threads: Any,
 ) -> None:
-    chunks = min(tokens, 4 * threads) if threads > 1 else 1
     addresses = (element, qkv, q_norm, k_norm, cos_sin, positions, slots, k_pool, v_pool, q, work)
     sizes = (tokens, heads, kv_heads, dim, rotated, page_size, eps, interleaved)
-    parallel(_rotary_tokens, fork, threads, chunks, addresses + sizes)
+    parallel(_rotary_tokens, fork, threads, 4 * threads, addresses + sizes)
 
 
 def rotary_store(

@@ -24,6 +24,7 @@ LANES = 16
 F32 = ir.FloatType()
 I16 = ir.IntType(16)
 I32 = ir.IntType(32)
+I64 = ir.IntType(64)
 F32S = ir.VectorType(F32, LANES)
 I16S = ir.VectorType(I16, LANES)
 I32S = ir.VectorType(I32, LANES)
@@ -129,23 +130,19 @@ def load_part(typingctx: Any, buffer: Any, offset: Any, count: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source = builder.gep(args[0], [args[1]])
-        box = cgutils.alloca_once(builder, ir.VectorType(source.type.pointee, LANES))
-        first = builder.bitcast(box, source.type)
-        whole = builder.icmp_signed(">=", args[2], ir.Constant(args[2].type, LANES))
+        whole = builder.icmp_signed(">=", args[2], args[2].type(LANES))
         with builder.if_else(whole, likely=True) as (then, otherwise):
             with then:
                 direct, direct_block = ir_load(builder, source), builder.block
             with otherwise:
-                builder.store(ir.Constant(box.type.pointee, [0] * LANES), box)
-                with cgutils.for_range(builder, args[2]) as loop:
-                    builder.store(builder.load(builder.gep(source, [loop.index])), builder.gep(first, [loop.index]))
-                copied, copied_block = ir_load(builder, first), builder.block
+                copied = _widen(builder, builder.call(_load_tail(builder.module, source.type), [source, args[2]]))
+                copied_block = builder.block
         result = builder.phi(F32S)
         result.add_incoming(direct, direct_block)
         result.add_incoming(copied, copied_block)
         return result
 
-    return lanes(buffer, offset, count), codegen
+    return lanes(buffer, offset, types.int64), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -165,19 +162,15 @@ def store_part(typingctx: Any, buffer: Any, offset: Any, value: Any, count: Any)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         target = builder.gep(args[0], [args[1]])
-        box = cgutils.alloca_once(builder, ir.VectorType(target.type.pointee, LANES))
-        first = builder.bitcast(box, target.type)
-        whole = builder.icmp_signed(">=", args[3], ir.Constant(args[3].type, LANES))
+        whole = builder.icmp_signed(">=", args[3], args[3].type(LANES))
         with builder.if_else(whole, likely=True) as (then, otherwise):
             with then:
                 ir_store(builder, args[2], target)
             with otherwise:
-                ir_store(builder, args[2], first)
-                with cgutils.for_range(builder, args[3]) as loop:
-                    builder.store(builder.load(builder.gep(first, [loop.index])), builder.gep(target, [loop.index]))
+                _scatter(builder, args[2], target, args[3].type(1), args[3])
         return context.get_dummy_value()
 
-    return types.void(buffer, offset, value, count), codegen
+    return types.void(buffer, offset, value, types.int64), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -185,14 +178,62 @@ def store_strided(typingctx: Any, buffer: Any, offset: Any, stride: Any, value: 
     """Lane ``i`` to ``buffer[offset + i * stride]`` for the first ``count`` lanes, rounded."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        target = builder.gep(args[0], [args[1]])
-        box = cgutils.alloca_once(builder, ir.VectorType(target.type.pointee, LANES))
-        first = builder.bitcast(box, target.type)
-        ir_store(builder, args[3], first)
-        whole = builder.icmp_signed(">=", args[4], args[4].type(LANES))
-        with cgutils.for_range(builder, builder.select(whole, args[4].type(LANES), args[4])) as loop:
-            value = builder.load(builder.gep(first, [loop.index]))
-            builder.store(value, builder.gep(target, [builder.mul(loop.index, args[2])]))
+        limit = args[4].type(LANES)
+        count = builder.select(builder.icmp_signed(">=", args[4], limit), limit, args[4])
+        _scatter(builder, args[3], builder.gep(args[0], [args[1]]), args[2], count)
         return context.get_dummy_value()
 
-    return types.void(buffer, offset, stride, value, count), codegen
+    return types.void(buffer, offset, types.int64, value, types.int64), codegen
+
+
+def _scatter(builder: Any, value: Any, target: Any, stride: Any, count: Any) -> None:
+    narrow = _narrow(builder, value, target.type.pointee)
+    builder.call(_store_lanes(builder.module, target.type), [narrow, target, stride, count])
+
+
+def _outlined(module: Any, name: str, result: Any, *kinds: Any) -> tuple[Any, Any | None]:
+    """A function shared by all uses in a module, and a builder for its body the first time.
+
+    Partial vectors are rare; out of line they keep the code around them small and quick to compile.
+    """
+    if name in module.globals:
+        return module.globals[name], None
+    function = ir.Function(module, ir.FunctionType(result, kinds), name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    return function, ir.IRBuilder(function.append_basic_block("entry"))
+
+
+def _load_tail(module: Any, address: Any) -> Any:
+    """``(address, count) -> lanes`` in memory format, zeros behind the first ``count``."""
+    kind = ir.VectorType(address.pointee, LANES)
+    function, builder = _outlined(module, f"load_tail_{_bits(address)}", kind, address, I64)
+    if builder is not None:
+        box = builder.alloca(kind)
+        builder.store(ir.Constant(kind, [0] * LANES), box)
+        first = builder.bitcast(box, address)
+        with cgutils.for_range(builder, function.args[1]) as loop:
+            value = builder.load(builder.gep(function.args[0], [loop.index]))
+            builder.store(value, builder.gep(first, [loop.index]))
+        builder.ret(builder.load(box))
+    return function
+
+
+def _store_lanes(module: Any, address: Any) -> Any:
+    """``(lanes, address, stride, count)``: lane by lane."""
+    kind = ir.VectorType(address.pointee, LANES)
+    function, builder = _outlined(module, f"store_lanes_{_bits(address)}", ir.VoidType(), kind, address, I64, I64)
+    if builder is not None:
+        value, target, stride, count = function.args
+        box = builder.alloca(kind)
+        builder.store(value, box)
+        first = builder.bitcast(box, address)
+        with cgutils.for_range(builder, count) as loop:
+            lane = builder.load(builder.gep(first, [loop.index]))
+            builder.store(lane, builder.gep(target, [builder.mul(loop.index, stride)]))
+        builder.ret_void()
+    return function
+
+
+def _bits(address: Any) -> int:
+    return 16 if address.pointee == I16 else 32

@@ -73,9 +73,8 @@ def _store(
     fork: Any,
     threads: Any,
 ) -> None:
-    chunks = min(tokens, 4 * threads) if threads > 1 else 1
     arguments = (element, k, v, slots, k_pool, v_pool, tokens, kv_heads, dim, page_size)
-    parallel(_store_tokens, fork, threads, chunks, arguments)
+    parallel(_store_tokens, fork, threads, 4 * threads, arguments)
 
 
 def check_pools(k_pool: torch.Tensor, v_pool: torch.Tensor, layout: StepLayout, kv_heads: int, dim: int) -> None:
