@@ -329,7 +329,7 @@ def _is_token_ids(prompt: Any) -> bool:
         return True
     if isinstance(prompt, str):
         return False
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+    if not isinstance(prompt, Sequence):
         raise InvalidRequestError(
             f"a prompt is text, a sequence of token ids or a list of messages, not {type(prompt).__name__}"
         )

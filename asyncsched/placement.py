@@ -44,21 +44,25 @@ class Placement:
         """
         state = self._state
         tree, pool, size = state.tree, state.pool, state.limits.page_size
-        total = self.pages_needed(request) if self._full else -(-(len(request.fill) + 1) // size)
-        total = min(total, self.pages_needed(request))
-        spare = 0 if self._full else self._expected_growth(request)
+        total, spare = self.pages_needed(request), 0
+        if not self._full:
+            most, total = total, min(total, -(-(len(request.fill) + 1) // size))
+            spare = min(self._growth(request.max_new - len(request.output)), most - total) + self._running_growth()
         reusable = self._reusable(request)
         cached = tree.peek(request.namespace, reusable) if reusable else 0
-        if not self.make_room(total - cached // size, spare):
+        if not self._obtainable(total - cached // size, spare):
             return None
         pages: IntArray = EMPTY_INTS
         if request.shareable:
             node, pages = tree.match(request.namespace, reusable, step)
             tree.lock(node)
-            if not self.make_room(total - len(pages), spare):  # its own prefix no longer counts as evictable
+            # Its own prefix no longer counts as evictable. Nothing is evicted for it before this is known.
+            if not self._obtainable(total - len(pages), spare) or not self.make_room(total - len(pages)):
                 tree.unlock(node)
                 return None
             request.node = node
+        elif not self.make_room(total):
+            return None
         request.inserted = len(pages)
         request.computed = request.cached = len(pages) * size
         table = np.concatenate([pages, pool.take(total - len(pages))])
@@ -90,8 +94,8 @@ class Placement:
         if not len(short):
             self.estimate.step()
             return NO_PAGES
-        if not self.make_room(len(short), 0):
-            if not self._coming(len(short)):
+        if not self.make_room(len(short)):
+            if not self._obtainable(len(short)):
                 self._preempt(len(short))
             return None  # what was given up is free when the steps in flight have completed
         taken = state.pool.take(len(short))
@@ -104,21 +108,19 @@ class Placement:
         rows.capacity[short] += state.limits.page_size
         return PageAppends(short, indices.astype(np.int32), taken)
 
-    def make_room(self, needed: int, spare: int) -> bool:
-        """See to ``needed`` free pages, evicting what is missing; ``spare`` more must be obtainable later.
-
-        False if they cannot be had, or not yet.
-        """
-        state = self._state
-        pool = state.pool
-        if pool.free >= needed + spare:
-            return True
-        coming = pool.free + pool.limbo
-        if coming + state.tree.evictable < needed + spare:
-            return False
-        if coming < needed:
-            self.evict(needed - coming)
+    def make_room(self, needed: int) -> bool:
+        """See to ``needed`` free pages, evicting what is missing. False if they cannot be had, or not yet."""
+        pool = self._state.pool
+        if pool.free < needed and self._obtainable(needed):
+            missing = needed - pool.free - pool.limbo
+            if missing > 0:
+                self.evict(missing)
         return pool.free >= needed
+
+    def _obtainable(self, needed: int, spare: int = 0) -> bool:
+        """True if ``needed`` pages and ``spare`` more are free, in limbo, or can be evicted."""
+        state = self._state
+        return state.pool.free + state.pool.limbo + state.tree.evictable >= needed + spare
 
     def evict(self, count: int) -> int:
         """Drop up to ``count`` pages of unused prefixes; returns how many went to the pool."""
@@ -137,17 +139,16 @@ class Placement:
         size = self._state.limits.page_size
         return request.fill[: (len(request.fill) - 1) // size * size].tobytes()
 
-    def _expected_growth(self, request: Request) -> int:
-        """Pages that the running requests and ``request`` are expected to need beyond those they have."""
-        state = self._state
-        left = sum(int(state.rows.remaining[r.row]) for r in state.running() if r.row is not None)
-        left += request.max_new - len(request.output)
-        return int(self.estimate.share * left) // state.limits.page_size
+    def _growth(self, tokens: int) -> int:
+        """Pages expected to be needed for up to ``tokens`` more output tokens."""
+        return int(self.estimate.share * tokens) // self._state.limits.page_size
 
-    def _coming(self, needed: int) -> bool:
-        """True if the pages in limbo, with what can be evicted, will cover the need."""
-        state = self._state
-        return state.pool.free + state.pool.limbo + state.tree.evictable >= needed
+    def _running_growth(self) -> int:
+        """Pages that the running requests are expected to need beyond those they have."""
+        rows = self._state.rows
+        return self._growth(
+            sum(int(rows.remaining[request.row]) for request in self._state.running() if request.row is not None)
+        )
 
     def _preempt(self, needed: int) -> None:
         """Take rows from victims until the need is covered; the last running request keeps its row.
@@ -162,7 +163,7 @@ class Placement:
         spared = [request for request in chosen if request.preemptions >= self._protect_after]
         order = [request for request in chosen if request.preemptions < self._protect_after] + spared
         for request in order[: len(running) - 1]:
-            if self._coming(needed):
+            if self._obtainable(needed):
                 return
             state.preempt(request)
             needed_rows = state.rows.decode_rows()

@@ -94,7 +94,7 @@ class Planner:
         self.blocked = ""
         if state.prefilling or state.waiting:
             self._prefill(step, joins, chunks, planned)
-            if not chunks and not len(decode) and state.waiting and not state.in_flight and state.mode == "running":
+            if not chunks and not len(decode) and not state.in_flight:
                 self._unblock(step, joins, chunks, planned)
         if not chunks and not len(decode):
             return None
@@ -165,8 +165,17 @@ class Planner:
         return size
 
     def _unblock(self, step: int, joins: list[RowJoin], chunks: list[PrefillChunk], planned: list[PlannedChunk]) -> None:
-        """Nothing runs, nothing is in flight, and yet requests wait: serve or fail the oldest, so that no one hangs."""
+        """Nothing runs, nothing is in flight, and yet there is work: serve or fail the oldest, so that no one hangs."""
         state = self._state
+        if state.prefilling:  # the policy's budget left nothing for a prompt that was begun
+            request = next(iter(state.prefilling.values()))
+            todo = len(request.fill) - request.computed
+            chunks.append(
+                self._chunk(request, self._chunk_size(todo, self._budget, self._chunk_cap, first=True), step, planned)
+            )
+            return
+        if state.mode != "running" or not state.waiting:
+            return
         request = next(iter(state.waiting.values()))
         size = self._admit(request, self._budget, self._chunk_cap, step, joins, first=True)
         if size:

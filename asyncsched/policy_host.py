@@ -49,16 +49,16 @@ class PolicyHost:
     def order(self, waiting: dict[int, Request], view: EngineView) -> Iterator[Request]:
         """The waiting requests in the policy's order, pulled lazily; arrival order after a fault."""
         requests = list(waiting.values())
+        by_view = {id(request.view): request for request in requests}
         seen: set[int] = set()
         try:
             answer: Iterable[Any] = self.scheduling.order([request.view for request in requests], view)
             for chosen in answer:
-                number = getattr(chosen, "number", None)
-                request = waiting.get(number) if isinstance(number, int) else None
-                if request is None or request.view is not chosen or number in seen:
-                    if isinstance(number, int) and number not in seen and any(r.number == number for r in requests):
-                        continue  # it left the waiting set while the policy was being asked
+                request = by_view.get(id(chosen))
+                if request is None or request.number in seen:
                     raise InvalidDecisionError(f"order() answered {chosen!r}, which is not one of the waiting requests")
+                if request.number not in waiting:
+                    continue  # it left the waiting set while the policy was being asked
                 seen.add(request.number)
                 yield request
         except Exception as exc:
@@ -73,8 +73,9 @@ class PolicyHost:
             return PrefillBudget(tokens, chunk)
         try:
             answer = self._budget(view)
-            if not isinstance(answer, PrefillBudget) or answer.tokens < 0 or answer.chunk < 1:
-                raise InvalidDecisionError(f"budget() answered {answer!r}; need tokens >= 0 and chunk >= 1")
+            whole = isinstance(answer, PrefillBudget) and isinstance(answer.tokens, int) and isinstance(answer.chunk, int)
+            if not whole or answer.tokens < 0 or answer.chunk < 1:
+                raise InvalidDecisionError(f"budget() answered {answer!r}; need whole numbers, tokens >= 0 and chunk >= 1")
         except Exception as exc:
             self._fault("budget", exc)
             return PrefillBudget(tokens, chunk)
@@ -98,18 +99,15 @@ class PolicyHost:
                 self._fault("victims", exc)
         return chosen + [request for request in reversed(running) if request not in chosen]
 
-    def eviction_key(self, node: Node) -> tuple[int, Any]:
-        """The eviction policy's key for a prefix; least recently used after a fault.
-
-        The leading number keeps the two kinds of key from being compared with each other.
-        """
+    def eviction_key(self, node: Node) -> EvictionKey:
+        """The eviction policy's key for a prefix, made safe to compare."""
         try:
             key = self.eviction.key(node)
-            key < key  # noqa: B015 - a key that cannot be compared must fail here, not inside the heap
+            bool(key < key)  # one that has no order shows here
         except Exception as exc:
             self._fault("key", exc)
-            return 0, (node.last_used, -node.depth)
-        return 1, key
+            key = None
+        return EvictionKey(key, (node.last_used, -node.depth), self._fault)
 
     def admit(self, request: Request, view: EngineView) -> str | None:
         """``None``, or why the admission policy refuses the request."""
@@ -139,12 +137,13 @@ class PolicyHost:
 
     def on_submit(self, request: Request) -> None:
         """Tell the scheduling policy of a new request."""
+        request.announced = True
         if self._on_submit is not None:
             self._tell("on_submit", self._on_submit, request.view)
 
     def on_finish(self, request: Request) -> None:
-        """Tell the scheduling policy that a request ended."""
-        if self._on_finish is not None:
+        """Tell the scheduling policy that a request it was told of has ended."""
+        if self._on_finish is not None and request.announced:
             self._tell("on_finish", self._on_finish, request.view)
 
     def on_step(self, report: StepReport) -> None:
@@ -164,3 +163,40 @@ class PolicyHost:
         self.faults[hook] = count = self.faults.get(hook, 0) + 1
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th … time: a policy that always fails must not flood the log
             self._log.warning("policy_fault", hook=hook, error=repr(exc), count=count)
+
+
+class EvictionKey:
+    """A policy's eviction key; keys that cannot be compared are ordered by least recent use instead.
+
+    Args:
+        key: What the policy answered; ``None`` if it raised.
+        fallback: Step of the last use and negated depth.
+        fault: Told of keys that cannot be compared.
+    """
+
+    __slots__ = ("_fallback", "_fault", "_key")
+
+    def __init__(self, key: Any, fallback: tuple[int, int], fault: Callable[[str, Exception], None]) -> None:
+        self._key = key
+        self._fallback = fallback
+        self._fault = fault
+
+    def __lt__(self, other: EvictionKey) -> bool:
+        if self._key is not None and other._key is not None:
+            try:
+                return bool(self._key < other._key)
+            except Exception as exc:
+                self._fault("key", exc)
+        return self._fallback < other._fallback
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, EvictionKey):
+            return NotImplemented
+        if self._key is not None and other._key is not None:
+            try:
+                return bool(self._key == other._key)
+            except Exception as exc:
+                self._fault("key", exc)
+        return self._fallback == other._fallback
+
+    __hash__ = None  # type: ignore[assignment]  # ordered, not looked up

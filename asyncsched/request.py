@@ -133,13 +133,14 @@ class Request:
         inserted: Leading pages of ``fill`` that are in the tree below ``node``.
         computed: Tokens of ``fill`` computed or planned.
         page_since: First step that computed a part of the first page that is not in the tree yet.
+        announced: The scheduling policy knows of it.
         resumed_at: Output tokens it had when it got its row.
         cached: Tokens of ``fill`` that were found in the cache.
         output: Sampled tokens, except those still in the row's window.
     """
 
     __slots__ = (
-        "admitted_at", "assembler", "cached", "computed", "donated", "error", "fed", "fill", "finish_reason",
+        "admitted_at", "announced", "assembler", "cached", "computed", "donated", "error", "fed", "fill", "finish_reason",
         "finished_at", "first_token_at", "hints", "index", "inserted", "lease", "logprobs", "max_new", "namespace",
         "node", "number", "output", "page_since", "pages", "preemptions", "prompt", "prompt_logprobs", "resumed_at", "row",
         "rows", "seed", "shareable", "stop_ids", "stop_reason", "submission", "text_closed", "unread_text", "view",
@@ -173,6 +174,7 @@ class Request:
         self.inserted = 0
         self.page_since = 0
         self.resumed_at = 0
+        self.announced = False
         self.computed = 0
         self.cached = 0
         self.output: list[int] = []

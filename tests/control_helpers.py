@@ -15,6 +15,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from asyncsched.backend import Backend
@@ -28,6 +29,9 @@ from asyncsched.stream import TokenStream
 from asyncsched.testing import SimulatedExecutor, check_invariants, expected_tokens
 
 LIMITS = ExecutorLimits(max_rows=8, pages=64, page_size=4, max_model_len=128, vocab_size=1000)
+
+ONE_LOOP = pytest.mark.parametrize("anyio_backend", [pytest.param("asyncio", id="asyncio")])
+"""For tests of decisions that no event loop can change, where three would only take longer."""
 
 QUIET = 40
 """Turns of the loop in which nothing may change before it counts as settled."""

@@ -13,7 +13,7 @@ from asyncsched.policies.lru import LRU
 from asyncsched.policy import PrefixView
 from asyncsched.testing import check_invariants
 
-from .control_helpers import Simulation, prompt, simulation
+from .control_helpers import ONE_LOOP, Simulation, prompt, simulation
 
 
 class EndlessError(BaseException):
@@ -100,6 +100,7 @@ async def test_zero_watermarks_evict_on_demand_only() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.5, 0.4), (-0.1, 0.5), (0.5, 1.0)])
+@ONE_LOOP
 async def test_impossible_watermarks(low: float, high: float) -> None:
     with pytest.raises(ConfigError, match="watermark"):
         async with simulation(low_watermark=low, high_watermark=high):
@@ -143,6 +144,7 @@ async def test_a_tail_goes_before_the_head_others_share() -> None:
     ],
     ids=["fifo", "lifo", "lfu", "deepest"],
 )
+@ONE_LOOP
 async def test_a_policys_key_decides(key: Callable[[PrefixView], Any], expected: list[int]) -> None:
     async with simulation(pages=10, eviction_policy=Keyed(key)) as sim:
         await fill(sim, 1, 2, 3, 4)
@@ -227,6 +229,7 @@ class Explosive:
     ],
     ids=["raises", "none", "object", "dict", "unorderable", "complex", "sometimes"],
 )
+@ONE_LOOP
 async def test_a_key_that_is_none_is_a_fault_and_lru_takes_over(key: Callable[[PrefixView], Any]) -> None:
     async with simulation(pages=12, eviction_policy=Keyed(key)) as sim:
         await churn(sim)
@@ -244,6 +247,7 @@ async def test_a_key_that_is_none_is_a_fault_and_lru_takes_over(key: Callable[[P
     ],
     ids=["mixed", "nested", "explosive", "array", "nested-array"],
 )
+@ONE_LOOP
 async def test_keys_that_cannot_be_compared_with_each_other_do_no_harm(key: Callable[[PrefixView], Any]) -> None:
     """Each key looks sound alone."""
     async with simulation(pages=12, eviction_policy=Keyed(key)) as sim:
@@ -276,6 +280,7 @@ def alternating() -> Callable[[PrefixView], int]:
 @pytest.mark.parametrize(
     "make", [counting, lambda: lambda prefix: float("nan"), alternating], ids=["counts", "nan", "alternates"]
 )
+@ONE_LOOP
 async def test_a_key_that_is_never_the_same_twice_ends(make: Callable[[], Callable[[PrefixView], Any]]) -> None:
     policy = Keyed(make())
     async with simulation(pages=12, eviction_policy=policy) as sim:

@@ -16,12 +16,9 @@ from asyncsched.errors import RequestTooLargeError
 from asyncsched.testing import check_invariants, expected_tokens
 
 from . import control_helpers
-from .control_helpers import Simulation, owners, plain, prompt, simulation, traffic
+from .control_helpers import ONE_LOOP, Simulation, owners, plain, prompt, simulation, traffic
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2, 4])
-
-ONE_LOOP = pytest.mark.parametrize("anyio_backend", [pytest.param("asyncio", id="asyncio")])
-"""For tests of decisions that no event loop can change, where three would only take longer."""
 
 
 def rows_decoded(sim: Simulation, step: int) -> list[int]:
@@ -78,6 +75,7 @@ async def test_a_partial_prefill_yields_no_token() -> None:
 
 
 @pytest.mark.parametrize("first", [7, 8, 9, 15, 16, 17])
+@ONE_LOOP
 async def test_prompts_around_the_budget(first: int) -> None:
     async with simulation(token_budget=8) as sim:
         sim.send(prompt(first, 1), 1)
@@ -216,6 +214,7 @@ async def test_a_length_ending_wastes_no_step(depth: int, max_tokens: int) -> No
 
 
 @DEPTHS
+@ONE_LOOP
 async def test_mixed_lengths_waste_no_row_step(depth: int) -> None:
     async with simulation(depth=depth) as sim:
         for index, count in enumerate([1, 7, 2, 1, 12, 5]):
@@ -348,6 +347,7 @@ async def test_page_size_one_shares_all_but_the_last_token() -> None:
 
 
 @DEPTHS
+@ONE_LOOP
 async def test_the_next_turn_of_a_conversation_hits_generated_pages(depth: int) -> None:
     """Everything but the last token of the answer has been through the model."""
     async with simulation(depth=depth) as sim:
@@ -558,6 +558,7 @@ async def test_a_request_that_cannot_start_yet_costs_nobodys_cache() -> None:
 
 
 @DEPTHS
+@ONE_LOOP
 async def test_a_copy_of_a_cached_page_does_not_stop_the_last_request(depth: int) -> None:
     """Both compute the same page; one copy is cached, the other is its owner's, which then needs the whole pool."""
     async with simulation(page_size=1, pages=8, depth=depth, reserve="expected", hold=False) as sim:

@@ -13,7 +13,7 @@ from asyncsched.policies.lpm import LPM
 from asyncsched.policy import EngineView, PrefillBudget, RequestView, StepReport
 from asyncsched.testing import check_invariants
 
-from .control_helpers import Simulation, prompt, simulation
+from .control_helpers import ONE_LOOP, Simulation, prompt, simulation
 
 Waiting = Sequence[RequestView]
 
@@ -220,6 +220,7 @@ async def test_lpm_without_shared_prefixes_is_arrival_order() -> None:
 
 
 @pytest.mark.parametrize("age_steps", [4, 12, 10_000])
+@ONE_LOOP
 async def test_lpm_does_not_starve_a_cold_request(age_steps: int) -> None:
     """A flood of requests with a cached prefix never ends; the cold one still starts in time."""
     async with simulation(policy={"name": "lpm", "age_steps": age_steps, "refresh_steps": 1}, max_rows=1, depth=1) as sim:
@@ -283,6 +284,7 @@ def half_a_generator(waiting: Waiting, view: EngineView) -> Iterator[RequestView
     ],
     ids=["raises", "none", "number", "foreign", "foreign-1st", "impostor", "unhashable", "unknown", "numbers", "generator"],
 )
+@ONE_LOOP
 async def test_an_impossible_order_is_replaced_by_arrival_order(
     order: Callable[[Waiting, EngineView], Any], error: type[Exception]
 ) -> None:
@@ -413,6 +415,7 @@ async def test_a_budget_is_lowered_to_what_the_step_has() -> None:
     [None, 100, (10, 10), PrefillBudget(-1, 5), PrefillBudget(5, 0), PrefillBudget(5, -3), PrefillBudget(*"ab"), RuntimeError],
     ids=str,
 )
+@ONE_LOOP
 async def test_an_impossible_budget_is_the_whole_budget(answer: Any) -> None:
     def budget(view: EngineView) -> Any:
         if answer is RuntimeError:
@@ -427,6 +430,7 @@ async def test_an_impossible_budget_is_the_whole_budget(answer: Any) -> None:
 
 
 @pytest.mark.parametrize("tokens", [2.5, float("nan"), True], ids=str)
+@ONE_LOOP
 async def test_a_budget_of_no_whole_number_does_no_harm(tokens: Any) -> None:
     async with simulation(policy=Budgeted(lambda view: PrefillBudget(tokens, 4))) as sim:
         five(sim)
@@ -441,6 +445,7 @@ async def test_a_budget_of_nothing_never_hangs_the_engine() -> None:
 
 
 @pytest.mark.parametrize(("waiting", "max_rows", "pages"), [(0, 1, 8), (2, 3, 8), (2, 1, 64), (2, 3, 64)])
+@ONE_LOOP
 async def test_a_budget_that_dries_up_never_hangs_a_begun_prompt(waiting: int, max_rows: int, pages: int) -> None:
     """The first step is allowed a chunk, later ones nothing; nothing decodes that could be waited for."""
     policy = Budgeted(lambda view: PrefillBudget(8 if view.step == 1 else 0, 8))
@@ -526,6 +531,7 @@ async def test_only_requests_that_were_announced_are_reported_finished() -> None
 
 
 @pytest.mark.parametrize("hook", ["on_submit", "on_step", "on_finish"])
+@ONE_LOOP
 async def test_a_hook_that_raises_is_a_fault_and_nothing_else(hook: str) -> None:
     class Clumsy(Listener):
         pass
@@ -589,6 +595,7 @@ async def test_an_admission_policy_sees_request_and_engine() -> None:
 
 
 @pytest.mark.parametrize("answer", [RuntimeError, 5, True, ["no"]], ids=str)
+@ONE_LOOP
 async def test_an_impossible_admission_is_a_fault_and_accepts(answer: Any) -> None:
     def admit(request: RequestView, view: EngineView) -> Any:
         if answer is RuntimeError:
@@ -650,6 +657,7 @@ async def test_a_slow_annotation_holds_up_nobody_else_and_keeps_its_place() -> N
 
 
 @pytest.mark.parametrize("answer", [RuntimeError, 5, ["a"], "text"], ids=str)
+@ONE_LOOP
 async def test_an_impossible_annotation_is_a_fault_and_accepts(answer: Any) -> None:
     async def annotate(request: RequestView) -> Any:
         if answer is RuntimeError:
@@ -706,6 +714,7 @@ async def test_closing_the_engine_ends_annotations() -> None:
 
 
 @pytest.mark.parametrize("hook", ["admit", "annotate"])
+@ONE_LOOP
 async def test_a_strict_engine_passes_an_admission_error_on(hook: str) -> None:
     async def annotate(request: RequestView) -> Mapping[str, Any]:
         if hook == "annotate":
@@ -785,6 +794,7 @@ async def test_a_policy_may_choose_the_victims() -> None:
     ],
     ids=["raises", "none", "foreign", "twice", "same-number", "unhashable"],
 )
+@ONE_LOOP
 async def test_impossible_victims_are_a_fault_and_the_engine_goes_on(answer: Callable[[Waiting, int, EngineView], Any]) -> None:
     async with simulation(policy=Victims(answer), **OVER) as sim:
         three(sim)

@@ -161,7 +161,9 @@ async def test_every_tenth_of_a_hundred_is_cancelled() -> None:
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         assert [isinstance(answer, asyncio.CancelledError) for answer in answers] == [index % 10 == 0 for index in range(100)]
         check_invariants(rig.engine)
-        assert [await one(index) for index in range(0, 100, 10)] == [oracle([index, 5], index, 8) for index in range(0, 100, 10)]
+        assert [await one(index) for index in range(0, 100, 10)] == [
+            oracle([index, 5], index, 8) for index in range(0, 100, 10)
+        ]
 
 
 @ASYNCIO
@@ -213,7 +215,9 @@ async def test_the_observer_learns_the_final_reason(depth: int) -> None:
         run.engine.abort(running.request_id)
         await run.settle()
         events.close()
-        ends = [(event.number, event.finish_reason, event.output_tokens) async for event in events if isinstance(event, Finished)]
+        ends = [
+            (event.number, event.finish_reason, event.output_tokens) async for event in events if isinstance(event, Finished)
+        ]
         assert ends == [(1, "abort", 0), (2, "abort", received)]
 
 

@@ -35,7 +35,9 @@ def model() -> Iterator[Decoder]:
 
 
 @asynccontextmanager
-async def running(model: Decoder, *, rows: int = 16, pages: int = 160, page_size: int = 8, **options: Any) -> AsyncIterator[Engine]:
+async def running(
+    model: Decoder, *, rows: int = 16, pages: int = 160, page_size: int = 8, **options: Any
+) -> AsyncIterator[Engine]:
     limits = limits_for(model, rows=rows, pages=pages, page_size=page_size)
     executor = CpuExecutor(model, Sampler(limits.max_rows, limits.vocab_size), limits)
     async with Engine(backend=Backend(executor, None, "tiny"), **options) as engine:

@@ -35,7 +35,9 @@ def virtually(main: Callable[[], Awaitable[None]]) -> None:
     trio.run(main, clock=MockClock(autojump_threshold=0))
 
 
-def engine_with(latency: float | Callable[[StepPlan], float], *, faults: dict[int, BaseException] | None = None, **options: Any) -> Engine:
+def engine_with(
+    latency: float | Callable[[StepPlan], float], *, faults: dict[int, BaseException] | None = None, **options: Any
+) -> Engine:
     rows = options.pop("rows", 8)
     executor = SimulatedExecutor(limits(max_rows=rows), latency=latency, faults=faults)
     return Engine(backend=Backend(executor, None, "simulated"), **options)
@@ -95,6 +97,7 @@ async def test_pausing_to_finish_lets_nobody_in(depth: int) -> None:
     """vllm-project/vllm, sleep: running requests end first, waiting ones stay and are served afterwards."""
     async with ScriptedRun(limits(max_rows=2), depth=depth) as run:
         streams = [await run.submit([index, 4], seed=index, max_tokens=6) for index in range(4)]
+        await run.steps(2)
         run.executor.unhold()
         await run.engine.pause("finish")
         assert [stream.finish_reason for stream in streams] == ["length", "length", None, None]
@@ -165,6 +168,7 @@ async def test_draining_a_dead_engine_returns() -> None:
     executor = SimulatedExecutor(hold=True, lost_at=3)
     async with Engine(backend=Backend(executor, None, "simulated")) as engine:
         stream = engine.stream([1, 2], max_tokens=9)
+        await turns()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(engine.drain)
             tasks.start_soon(engine.pause, "finish")
@@ -340,7 +344,9 @@ def test_an_hour_of_traffic() -> None:
     """sgl-project/sglang 12707, 8439: hangs after hours; bursts, silence, slow steps and cancellations for an hour."""
 
     async def main() -> None:
-        engine = engine_with(lambda plan: 20.0 if plan.step % 101 == 0 else 0.8, slow_step_seconds=10.0, reserve="expected", policy="lpm")
+        engine = engine_with(
+            lambda plan: 20.0 if plan.step % 101 == 0 else 0.8, slow_step_seconds=10.0, reserve="expected", policy="lpm"
+        )
         served = 0
 
         async def one(index: int) -> None:
@@ -378,7 +384,7 @@ def test_every_waiter_hears_of_a_failed_step_at_once() -> None:
 
         async def one(index: int) -> None:
             with pytest.raises(StepFailedError, match="eleven") as caught:
-                await engine.generate([index], max_tokens=40)
+                await engine.generate([index], max_tokens=20)
             assert isinstance(caught.value.__cause__, ValueError)
             heard.append(anyio.current_time())
 
@@ -430,8 +436,7 @@ async def test_health_says_what_holds_the_queue_up() -> None:
 
     async with ScriptedRun(limits(max_rows=1)) as run:
         assert (run.engine.health().status, run.engine.health().blocked) == ("idle", "")
-        await run.submit([1], max_tokens=9)
-        await run.submit([2], max_tokens=9)
+        kept = [await run.submit([index], max_tokens=9) for index in range(2)]
         await run.steps()
         health = run.engine.health()
         assert (health.status, health.blocked, health.running, health.waiting) == ("ok", "rows", 1, 1)
@@ -441,21 +446,19 @@ async def test_health_says_what_holds_the_queue_up() -> None:
         run.engine.resume()
         await run.engine.drain()
     async with ScriptedRun(limits(pages=8)) as run:
-        await run.submit([1] * 16, max_tokens=17)
-        await run.submit([2] * 5, max_tokens=9)
+        kept = [await run.submit([1] * 16, max_tokens=17), await run.submit([2] * 5, max_tokens=9)]
         await run.steps()
         assert run.engine.health().blocked == "pages"
     async with ScriptedRun(token_budget=8) as run:
-        await run.submit([1] * 60, max_tokens=2)
-        await run.submit([2] * 5, max_tokens=9)
+        kept = [await run.submit([1] * 60, max_tokens=2), await run.submit([2] * 5, max_tokens=9)]
         await run.steps()
         assert run.engine.health().blocked == "token budget"
     async with ScriptedRun(policy=Reluctant()) as run:
-        await run.submit([1], max_tokens=9)
-        await run.submit([2], max_tokens=9)
+        kept = [await run.submit([index], max_tokens=9) for index in range(2)]
         await run.steps()
         assert run.engine.health().blocked == "policy"
         assert run.engine.statistics().running == 1, "the oldest is served when nothing else runs"
+        del kept
 
 
 @ASYNCIO
@@ -463,10 +466,11 @@ async def test_progress_can_be_read_from_health() -> None:
     """vllm-project/vllm, async API: a health check passes, and says so when the engine is dead."""
     async with ScriptedRun() as run:
         seen = [run.engine.health().steps]
-        await run.submit([1], max_tokens=6)
+        stream = await run.submit([1], max_tokens=6)
         for _ in range(5):
             await run.steps()
             seen.append(run.engine.health().steps)
         assert seen == [0, 1, 2, 3, 4, 5]
         assert run.engine.health().alive
+        stream.close()
     assert not run.engine.health().alive

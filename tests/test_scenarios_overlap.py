@@ -124,7 +124,8 @@ def test_planners_whose_clocks_disagree_make_the_same_plans() -> None:
             clock.jump(start)
             async with engine:
                 streams = [
-                    engine.stream(prompt(1 + index % 13, index % 4), max_tokens=30, seed=index, deadline=1e8) for index in range(20)
+                    engine.stream(prompt(1 + index % 13, index % 4), max_tokens=30, seed=index, deadline=1e8)
+                    for index in range(20)
                 ]
                 for stream in streams:
                     await stream.result()

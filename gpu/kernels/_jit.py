@@ -15,13 +15,24 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numba  # type: ignore[import-untyped]  # numba ships no type information
+import numba.extending  # type: ignore[import-untyped]
+
+from ...logs import get_logger
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def kernel(function: F) -> F:
-    """An entry point: callable from Python, releases the GIL, cached on disk per set of argument types."""
-    compiled: F = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    """An entry point: callable from Python, releases the GIL, cached on disk per set of argument types.
+
+    Where no folder for the cache can be written, the function is compiled anew in every process.
+    """
+    options = {"nogil": True, "error_model": "numpy"}
+    try:
+        compiled: F = numba.njit(cache=True, **options)(function)
+    except RuntimeError as error:
+        get_logger("kernels").warning("no kernel cache", reason=str(error), hint="set NUMBA_CACHE_DIR to a writable folder")
+        compiled = numba.njit(**options)(function)
     return compiled
 
 
@@ -36,3 +47,11 @@ def inlined(function: F) -> F:
     """A part that is merged into its callers before they are compiled; the cheapest way to split a function."""
     compiled: F = numba.njit(inline="always", error_model="numpy")(function)
     return compiled
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """An operation of compiled code, as a function of numba's typing context and argument types.
+
+    It returns a signature and a generator of LLVM code.
+    """
+    return numba.extending.intrinsic(function)

@@ -10,7 +10,7 @@ import torch
 from ._jit import kernel, part
 from .lanemath import add, div, exp, mul, splat, sub
 from .simd import LANES, load_part, pointer, store_part
-from .tensors import element, require
+from .tensors import element, misfit
 from .threads import parallel, team
 
 _LEAST = 1 << 14
@@ -52,7 +52,8 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """
     kind = element(gate_up)
     rows, both = gate_up.shape
-    require(both % 2 == 0, f"gate_up {tuple(gate_up.shape)} must have an even number of columns")
+    if both % 2:
+        raise misfit(f"gate_up {tuple(gate_up.shape)} must have an even number of columns")
     out = gate_up.new_empty((rows, both // 2))
     _silu_mul(kind, gate_up.data_ptr(), out.data_ptr(), rows, both // 2, *team(gate_up.numel(), _LEAST))
     return out

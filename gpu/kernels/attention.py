@@ -25,11 +25,11 @@ from .attention_tile import BLOCK, TILE, Data, Place, Shape, attend_tile, scratc
 from .layout import StepLayout
 from .simd import LANES, pointer
 from .store import check_pools
-from .tensors import element, require
+from .tensors import element, misfit
 from .threads import FORK, parallel
 
 _LOG2E = math.log2(math.e)
-_LEAST = 1 << 17  # positions × queries × head size that are not worth a second thread
+_LEAST = 1 << 18  # positions × queries × head size that are not worth a second thread
 
 
 @inlined
@@ -174,12 +174,10 @@ def paged_attention(
     kind = element(k_pool, v_pool)
     tokens, heads, dim = q.shape
     kv_heads, page_size = k_pool.shape[1], layout.page_size
-    require(
-        q.dtype == torch.float32 and q.is_contiguous(), f"q is {q.dtype} of strides {q.stride()}; it must be contiguous float32"
-    )
-    require(
-        tokens == layout.tokens and heads % kv_heads == 0, f"q {tuple(q.shape)}, {layout.tokens} tokens, {kv_heads} key heads"
-    )
+    if q.dtype != torch.float32 or not q.is_contiguous():
+        raise misfit(f"q is {q.dtype} of strides {q.stride()}; it must be contiguous float32")
+    if tokens != layout.tokens or heads % kv_heads:
+        raise misfit(f"q {tuple(q.shape)}, {layout.tokens} tokens, {kv_heads} key heads")
     check_pools(k_pool, v_pool, layout, kv_heads, dim)
     markers = _markers(heads // kv_heads, -(-dim // LANES) * LANES)
     threads = torch.get_num_threads() if FORK else 1

@@ -11,8 +11,8 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]  # llvmlite and numba ship no type information
 from numba import types  # type: ignore[import-untyped]
-from numba.extending import intrinsic  # type: ignore[import-untyped]
 
+from ._jit import intrinsic
 from .simd import F32S, I32, I32S, LANES, floats, ints, ir_fma, ir_splat, lanes
 
 # 2**f on [-1/2, 1/2], relative error 2e-9 before rounding: Lawson's weighted least squares with the constant
@@ -53,7 +53,7 @@ div = _binary(lambda b, x, y: b.fdiv(x, y), "``a / b``.")
 larger = _binary(_larger, "The larger of the two, or ``b`` if either is NaN.")
 
 
-@intrinsic  # type: ignore[untyped-decorator]  # numba is untyped, here and below
+@intrinsic
 def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """``a * b + c`` with one rounding."""
 
@@ -63,7 +63,7 @@ def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     return lanes(a, b, c), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def splat(typingctx: Any, scalar: Any) -> Any:
     """The float32 ``scalar`` in every lane."""
 
@@ -93,7 +93,7 @@ total = _reduction(lambda b, x, y: b.fadd(x, y), "The sum of all lanes, halves f
 largest = _reduction(_larger, "The largest lane.")
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def between(typingctx: Any, value: Any, low: Any, high: Any, otherwise: Any) -> Any:
     """Lane ``i`` of ``value`` where ``low <= i <= high``, elsewhere the float32 ``otherwise``."""
 
@@ -120,7 +120,7 @@ def _at_most_128(builder: Any, value: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", value, floats(128.0)), floats(128.0), value)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def exp2(typingctx: Any, value: Any) -> Any:
     """``2 ** value`` to 1e-7 relative; 0 below the normal range, infinity from 2**127.5 on, NaN of NaN."""
 
@@ -142,7 +142,7 @@ def _exp(builder: Any, value: Any) -> Any:
     return _power_of_two(builder, exponent, magic, fraction)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def exp(typingctx: Any, value: Any) -> Any:
     """``e ** value`` to 1e-7 relative; 0 below the normal range, infinity from 2**127.5 on, NaN of NaN.
 
@@ -157,7 +157,7 @@ def exp(typingctx: Any, value: Any) -> Any:
     return lanes(value), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def tanh(typingctx: Any, value: Any) -> Any:
     """Hyperbolic tangent to 2e-7 absolute."""
 

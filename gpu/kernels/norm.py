@@ -10,7 +10,7 @@ import torch
 from ._jit import inlined, kernel, part
 from .lanemath import add, fma, mul, splat, total
 from .simd import LANES, load_part, pointer, store_part
-from .tensors import element, require
+from .tensors import element, misfit
 from .threads import parallel, team
 
 _LEAST = 1 << 15
@@ -92,7 +92,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float
     """
     kind = element(x, weight)
     width = x.shape[-1]
-    require(weight.shape == (width,), f"x {tuple(x.shape)}, weight {tuple(weight.shape)}")
+    if weight.shape != (width,):
+        raise misfit(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}")
     out = torch.empty_like(x)
     size = x.numel()
     work = team(size, _LEAST)
@@ -116,10 +117,8 @@ def add_rms_norm(
     """
     kind = element(x, residual, weight)
     width = x.shape[-1]
-    require(
-        weight.shape == (width,) and x.shape == residual.shape,
-        f"x {tuple(x.shape)}, residual {tuple(residual.shape)}, weight {tuple(weight.shape)}",
-    )
+    if weight.shape != (width,) or x.shape != residual.shape:
+        raise misfit(f"x {tuple(x.shape)}, residual {tuple(residual.shape)}, weight {tuple(weight.shape)}")
     out, summed = torch.empty_like(x), torch.empty_like(x)
     size = x.numel()
     addresses = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), summed.data_ptr(), out.data_ptr())

@@ -13,7 +13,7 @@ from .layout import StepLayout
 from .norm import scale_of_rms
 from .simd import LANES, load_part, pointer, store_part
 from .store import check_pools, put_key, put_value
-from .tensors import element, require
+from .tensors import element, misfit
 from .threads import parallel, team
 
 _LEAST = 1 << 14
@@ -160,21 +160,19 @@ def rotary_store(
     tokens, columns = qkv.shape
     dim = columns // (heads + 2 * kv_heads)
     rotated = cos_sin.shape[1]
-    require(
-        columns == (heads + 2 * kv_heads) * dim and tokens == layout.tokens,
-        f"qkv {tuple(qkv.shape)} for {heads} + 2 × {kv_heads} heads and {layout.tokens} tokens",
-    )
-    require(
-        cos_sin.dtype == torch.float32 and cos_sin.is_contiguous() and rotated <= dim and rotated % 2 == 0,
-        f"cos_sin {tuple(cos_sin.shape)} of {cos_sin.dtype} for heads of {dim}; it must be contiguous float32",
-    )
-    require(layout.end <= cos_sin.shape[0], f"position {layout.end - 1} has no row in cos_sin {tuple(cos_sin.shape)}")
+    if columns != (heads + 2 * kv_heads) * dim or tokens != layout.tokens:
+        raise misfit(f"qkv {tuple(qkv.shape)} for {heads} + 2 × {kv_heads} heads and {layout.tokens} tokens")
+    if cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous() or rotated > dim or rotated % 2:
+        raise misfit(f"cos_sin {tuple(cos_sin.shape)} of {cos_sin.dtype} for heads of {dim}; it must be contiguous float32")
+    if layout.end > len(cos_sin):
+        raise misfit(f"position {layout.end - 1} has no row in cos_sin {tuple(cos_sin.shape)}")
     check_pools(k_pool, v_pool, layout, kv_heads, dim)
     norms = [0, 0]
     for i, weight in enumerate((q_norm, k_norm)):
         if weight is not None:
             element(qkv, weight)
-            require(weight.shape == (dim,), f"norm weight {tuple(weight.shape)} for heads of {dim}")
+            if weight.shape != (dim,):
+                raise misfit(f"norm weight {tuple(weight.shape)} for heads of {dim}")
             norms[i] = weight.data_ptr()
     fork, threads = team(qkv.numel(), _LEAST)
     q = torch.empty((tokens, heads, dim), dtype=torch.float32)

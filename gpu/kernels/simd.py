@@ -17,7 +17,9 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]  # llvmlite and numba ship no type information
 from numba import types  # type: ignore[import-untyped]
 from numba.core import cgutils  # type: ignore[import-untyped]
-from numba.extending import intrinsic, models, register_model  # type: ignore[import-untyped]
+from numba.extending import models, register_model  # type: ignore[import-untyped]
+
+from ._jit import intrinsic
 
 LANES = 16
 
@@ -104,7 +106,7 @@ def _narrow(builder: Any, value: Any, element: Any) -> Any:
     return builder.trunc(builder.select(nan, ints(0x7FC0), rounded), I16S)
 
 
-@intrinsic  # type: ignore[untyped-decorator]  # numba is untyped, here and below
+@intrinsic
 def pointer(typingctx: Any, address: Any, element: Any) -> Any:
     """Buffer at the integer ``address``, of the type of the scalar ``element``."""
 
@@ -114,7 +116,7 @@ def pointer(typingctx: Any, address: Any, element: Any) -> Any:
     return types.CPointer(element)(address, element), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load(typingctx: Any, buffer: Any, offset: Any) -> Any:
     """Lanes ``buffer[offset : offset + 16]``."""
 
@@ -124,7 +126,7 @@ def load(typingctx: Any, buffer: Any, offset: Any) -> Any:
     return lanes(buffer, offset), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_part(typingctx: Any, buffer: Any, offset: Any, count: Any) -> Any:
     """Like :func:`load`, but lanes from ``count`` on are 0 and their memory is not read."""
 
@@ -145,7 +147,7 @@ def load_part(typingctx: Any, buffer: Any, offset: Any, count: Any) -> Any:
     return lanes(buffer, offset, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store(typingctx: Any, buffer: Any, offset: Any, value: Any) -> Any:
     """``buffer[offset : offset + 16] = value``, rounded to the buffer's format."""
 
@@ -156,7 +158,7 @@ def store(typingctx: Any, buffer: Any, offset: Any, value: Any) -> Any:
     return types.void(buffer, offset, value), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_part(typingctx: Any, buffer: Any, offset: Any, value: Any, count: Any) -> Any:
     """Like :func:`store`, but memory from lane ``count`` on is not touched."""
 
@@ -173,7 +175,7 @@ def store_part(typingctx: Any, buffer: Any, offset: Any, value: Any, count: Any)
     return types.void(buffer, offset, value, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_strided(typingctx: Any, buffer: Any, offset: Any, stride: Any, value: Any, count: Any) -> Any:
     """Lane ``i`` to ``buffer[offset + i * stride]`` for the first ``count`` lanes, rounded."""
 

@@ -10,7 +10,7 @@ import torch
 from ._jit import inlined, kernel, part
 from .layout import StepLayout
 from .simd import LANES, load_part, pointer, store_part, store_strided
-from .tensors import element, require
+from .tensors import element, misfit
 from .threads import parallel, team
 
 _LEAST = 1 << 14
@@ -80,10 +80,9 @@ def _store(
 def check_pools(k_pool: torch.Tensor, v_pool: torch.Tensor, layout: StepLayout, kv_heads: int, dim: int) -> None:
     """Refuse pools whose shape is not ``[pages, kv_heads, dim, page_size]`` and its counterpart."""
     size = layout.page_size
-    require(
-        k_pool.shape[1:] == (kv_heads, dim, size) and v_pool.shape == (k_pool.shape[0], kv_heads, size, dim),
-        f"keys {tuple(k_pool.shape)} and values {tuple(v_pool.shape)} of the pool, {kv_heads} heads of {dim}, pages of {size}",
-    )
+    if k_pool.shape[1:] != (kv_heads, dim, size) or v_pool.shape != (len(k_pool), kv_heads, size, dim):
+        shapes = f"keys {tuple(k_pool.shape)} and values {tuple(v_pool.shape)} of the pool"
+        raise misfit(f"{shapes}, {kv_heads} heads of {dim}, pages of {size}")
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, layout: StepLayout, k_pool: torch.Tensor, v_pool: torch.Tensor) -> None:
@@ -97,7 +96,8 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, layout: StepLayout, k_pool: torch
     """
     kind = element(k, v, k_pool, v_pool)
     tokens, kv_heads, dim = k.shape
-    require(k.shape == v.shape and tokens == layout.tokens, f"k {tuple(k.shape)}, v {tuple(v.shape)}, {layout.tokens} tokens")
+    if k.shape != v.shape or tokens != layout.tokens:
+        raise misfit(f"k {tuple(k.shape)}, v {tuple(v.shape)}, {layout.tokens} tokens")
     check_pools(k_pool, v_pool, layout, kv_heads, dim)
     addresses = (k.data_ptr(), v.data_ptr(), layout.addresses.slots, k_pool.data_ptr(), v_pool.data_ptr())
     _store(kind, *addresses, tokens, kv_heads, dim, layout.page_size, *team(k.numel(), _LEAST))

@@ -30,7 +30,6 @@ def element(first: torch.Tensor, *others: torch.Tensor) -> np.uint16 | np.float3
     return found
 
 
-def require(condition: bool, what: str) -> None:
-    """Raise ``ValueError`` unless shapes fit: compiled code checks nothing."""
-    if not condition:
-        raise ValueError(f"tensor shapes do not fit: {what}")
+def misfit(what: str) -> ValueError:
+    """The error for shapes that do not belong together: compiled code checks nothing."""
+    return ValueError(f"tensor shapes do not fit: {what}")

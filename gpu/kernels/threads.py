@@ -16,7 +16,8 @@ import torch
 from llvmlite import ir  # type: ignore[import-untyped]  # llvmlite and numba ship no type information
 from numba import types  # type: ignore[import-untyped]
 from numba.core import cgutils  # type: ignore[import-untyped]
-from numba.extending import intrinsic  # type: ignore[import-untyped]
+
+from ._jit import intrinsic
 
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
@@ -40,7 +41,7 @@ def team(work: int, least: int) -> tuple[int, int]:
     return (FORK, torch.get_num_threads()) if FORK and work >= least else (0, 1)
 
 
-@intrinsic  # type: ignore[untyped-decorator]  # numba is untyped
+@intrinsic
 def parallel(typingctx: Any, task: Any, fork: Any, threads: Any, chunks: Any, arguments: Any) -> Any:
     """Call ``task(chunk, chunks, worker, *arguments)`` for every chunk, on up to ``threads`` threads.
 

@@ -15,8 +15,8 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]  # llvmlite and numba ship no type information
 from numba import types  # type: ignore[import-untyped]
 from numba.core import cgutils  # type: ignore[import-untyped]
-from numba.extending import intrinsic  # type: ignore[import-untyped]
 
+from ._jit import intrinsic
 from .simd import I32, floats, ir_fma, ir_load, ir_splat, ir_store, lanes
 
 _BYTES = ir.IntType(8).as_pointer()
@@ -27,7 +27,7 @@ def _at(builder: Any, buffer: Any, offset: Any, step: Any, index: int) -> Any:
     return builder.gep(buffer, [builder.add(offset, builder.mul(step, step.type(index)))])
 
 
-@intrinsic  # type: ignore[untyped-decorator]  # numba is untyped, here and below
+@intrinsic
 def zeros(typingctx: Any, rows: Any, columns: Any) -> Any:
     """A tile of zeros."""
     kind = types.UniTuple(lanes, rows.count * columns.count)
@@ -38,7 +38,7 @@ def zeros(typingctx: Any, rows: Any, columns: Any) -> Any:
     return kind(rows, columns), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_tile(typingctx: Any, rows: Any, columns: Any, buffer: Any, offset: Any, stride: Any) -> Any:
     """The tile whose row ``r`` begins at ``buffer[offset + r * stride]``, its columns one behind the other."""
     kind = types.UniTuple(lanes, rows.count * columns.count)
@@ -51,7 +51,7 @@ def load_tile(typingctx: Any, rows: Any, columns: Any, buffer: Any, offset: Any,
     return kind(rows, columns, buffer, offset, stride), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_tile(typingctx: Any, rows: Any, columns: Any, tile: Any, buffer: Any, offset: Any, stride: Any) -> Any:
     """Inverse of :func:`load_tile`."""
 
@@ -66,7 +66,7 @@ def store_tile(typingctx: Any, rows: Any, columns: Any, tile: Any, buffer: Any, 
     return types.void(rows, columns, tile, buffer, offset, stride), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_row(typingctx: Any, columns: Any, buffer: Any, offset: Any) -> Any:
     """A row of vectors, one behind the other from ``buffer[offset]``."""
     kind = types.UniTuple(lanes, columns.count)
@@ -78,7 +78,7 @@ def load_row(typingctx: Any, columns: Any, buffer: Any, offset: Any) -> Any:
     return kind(columns, buffer, offset), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_indirect(typingctx: Any, columns: Any, buffer: Any, bases: Any, first: Any, offset: Any) -> Any:
     """A row of vectors: column ``c`` is at ``buffer[bases[first + c] + offset]``."""
     kind = types.UniTuple(lanes, columns.count)
@@ -91,7 +91,7 @@ def load_indirect(typingctx: Any, columns: Any, buffer: Any, bases: Any, first: 
     return kind(columns, buffer, bases, first, offset), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def fma_tile(typingctx: Any, tile: Any, scalars: Any, offset: Any, stride: Any, row: Any) -> Any:
     """Add the outer product: ``tile[r, c] += scalars[offset + r * stride] * row[c]``."""
 
@@ -108,7 +108,7 @@ def fma_tile(typingctx: Any, tile: Any, scalars: Any, offset: Any, stride: Any, 
     return tile(tile, scalars, offset, stride, row), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def prefetch_indirect(typingctx: Any, columns: Any, buffer: Any, bases: Any, first: Any, offset: Any) -> Any:
     """Ask for the memory that :func:`load_indirect` would read, into the second-level cache."""
 
