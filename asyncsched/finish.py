@@ -93,7 +93,8 @@ class Finisher:
                 continue
             request = chunk.request
             if request.prompt_logprobs is not None and result.prompt_logprobs and request.row in result.prompt_logprobs:
-                request.prompt_logprobs.extend(result.prompt_logprobs[request.row])
+                missing = len(request.prompt) - len(request.prompt_logprobs)  # output computed again is not prompt
+                request.prompt_logprobs.extend(result.prompt_logprobs[request.row][:missing])
             if chunk.sample and request.first_token_at is None:
                 request.first_token_at = now
             if chunk.last and not chunk.sample:

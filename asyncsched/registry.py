@@ -60,6 +60,8 @@ def load_policy(spec: Any, hook: str) -> Any:
     elif isinstance(spec, type):
         factory, origin = spec, f"{spec.__module__}:{spec.__qualname__}"
     else:
+        if options:
+            raise PolicyLoadError("options need a policy's name or class; an instance has its own already")
         factory, origin = None, f"an instance of {type(spec).__module__}:{type(spec).__qualname__}"
     try:
         policy = spec if factory is None else factory(**options)
@@ -68,6 +70,8 @@ def load_policy(spec: Any, hook: str) -> Any:
     if not callable(getattr(policy, hook, None)):
         raise PolicyLoadError(f"policy {spec!r} ({origin}) has no method {hook}(), which is needed here")
     version = getattr(policy, "api_version", API_VERSION)
+    if not isinstance(version, int):
+        raise PolicyLoadError(f"policy {spec!r} ({origin}) has api_version {version!r}, which is not a number")
     if version != API_VERSION:
         side = "the policy is newer: upgrade asyncsched-llm" if version > API_VERSION else "upgrade the policy's distribution"
         raise PolicyLoadError(f"policy {spec!r} ({origin}) has api_version {version}, this engine {API_VERSION}; {side}")
@@ -79,7 +83,7 @@ def _find(name: str) -> tuple[Any, str]:
         module, _, attribute = name.partition(":")
         try:
             return getattr(importlib.import_module(module), attribute), name
-        except (ImportError, AttributeError) as exc:
+        except Exception as exc:
             raise PolicyLoadError(f"policy {name!r} could not be imported: {exc}") from exc
     points = [point for point in entry_points(group=GROUP) if point.name == name]
     if not points:

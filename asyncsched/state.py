@@ -273,6 +273,8 @@ class ControlState:
             np.concatenate([request.prompt, np.array(request.output, np.int32)]) if request.output else request.prompt
         )
         request.computed = request.inserted = request.cached = 0
+        if request.prompt_logprobs is not None:
+            request.prompt_logprobs.clear()
         self.counters.restarts += 1
         self.enqueue(request)
 

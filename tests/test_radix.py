@@ -196,6 +196,17 @@ def test_extend_below_a_held_node_meets_what_others_inserted_meanwhile() -> None
     assert sizes(cache) == (4, 4, 0)
 
 
+def test_extend_may_be_told_to_stop_where_others_were_first() -> None:
+    cache = tree()
+    node = insert(cache, run(1, 1), [0])
+    insert(cache, run(1, 1) + run(2, 2), [0, 1, 2], step=2)
+    before = [(n.number, n.key, n.last_used) for n in cache.nodes()], cache.epoch
+    assert cache.extend(node, raw(run(2, 1) + run(3, 1)), ints(3, 4), 9, over=False) == (node, [])
+    assert ([(n.number, n.key, n.last_used) for n in cache.nodes()], cache.epoch) == before
+    end, taken = cache.extend(node, raw(run(3, 1)), ints(4), 9, over=False)
+    assert (end.depth, taken) == (2 * PAGE, [(0, 1)])
+
+
 def test_extend_that_ends_inside_a_run_splits_it() -> None:
     cache = tree()
     insert(cache, run(1, 4), [0, 1, 2, 3])
@@ -612,20 +623,30 @@ class Model(RuleBasedStateMachine):
         self.insert(namespace, whole, len(found), node, hold, lead)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), hold=st.booleans(), lead=st.sampled_from([0, 0, 1, -1]))
-    def go_on(self, data: st.DataObject, hold: bool, lead: int) -> None:
+    @rule(data=st.data(), hold=st.booleans(), lead=st.sampled_from([0, 0, 1, -1]), over=st.booleans())
+    def go_on(self, data: st.DataObject, hold: bool, lead: int, over: bool) -> None:
         """A holder extends its prefix by pages that others may have inserted since."""
         index = data.draw(st.integers(0, len(self.held) - 1))
         (namespace, tokens), node = self.held.pop(index)
         more = self.draw(data)[1]
         whole = tokens + more[: len(more) // self.page_size * self.page_size]
-        self.insert(namespace, whole, len(tokens) // self.page_size, node, hold, lead)
+        first = len(tokens) // self.page_size
+        if over or len(self.known(namespace, whole)) == first:
+            self.insert(namespace, whole, first, node, hold, lead, over)
+            return
+        pages = ints(*self.fresh(len(whole) // self.page_size - first))
+        assert self.tree.extend(node, raw(whole[len(tokens) :]), pages, self.step, over=False) == (node, [])
+        self.held.append(((namespace, tokens), node))
 
-    def insert(self, namespace: str, tokens: tuple[int, ...], first: int, node: Node, hold: bool, lead: int) -> None:
+    def insert(
+        self, namespace: str, tokens: tuple[int, ...], first: int, node: Node, hold: bool, lead: int, over: bool = True
+    ) -> None:
         path = self.prefixes(namespace, tokens)
         cached = len(self.known(namespace, tokens))
         mine = self.fresh(len(path) - first)
-        end, taken = self.tree.extend(node, raw(tokens[first * self.page_size :]), ints(*mine), self.step, self.step - lead)
+        end, taken = self.tree.extend(
+            node, raw(tokens[first * self.page_size :]), ints(*mine), self.step, self.step - lead, over=over
+        )
         self.tree.move_lock(node, end)
         assert taken == ([(cached - first, len(path) - first)] if cached < len(path) else [])
         for prefix, page in zip(path[cached:], mine[cached - first :], strict=True):

@@ -101,7 +101,7 @@ async def test_each_request_is_released_exactly_once(depth: int) -> None:
 @DEPTHS
 async def test_cold_warm_flushed_and_uncached_runs_are_equal(depth: int) -> None:
     """sgl-project/sglang 4175, 34683; vllm-project/vllm 5543: a cache hit changed the answer."""
-    turns = [prompt(30, index % 2) + [index] for index in range(6)]
+    turns = [[*prompt(30, index % 2), index] for index in range(6)]
     async with simulation(depth=depth, chunk_cap=9) as sim:
         for round_ in range(3):
             if round_ == 2:
@@ -186,7 +186,7 @@ async def test_a_hit_is_the_same_tokens_and_not_the_same_hash() -> None:
             return 1
 
         def __getitem__(self, key: object) -> bytes:  # type: ignore[override]  # slices only
-            return Colliding(super().__getitem__(key))  # type: ignore[index, arg-type]
+            return Colliding(super().__getitem__(key))  # type: ignore[call-overload]
 
     async with simulation() as sim:
         tree = sim.state.tree

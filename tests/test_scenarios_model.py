@@ -196,7 +196,7 @@ def test_ids_at_the_edges_of_the_vocabulary(model: Decoder) -> None:
 def test_a_random_mix_equals_its_parts(model: Decoder) -> None:
     """sgl-project/sglang 2312, 26380: outputs changed when steps overlapped and rows came and went."""
     random = Random(5)
-    jobs = [
+    jobs: list[tuple[list[int], dict[str, Any]]] = [
         (
             tokens_for(index, random.randint(1, 30)),
             {
@@ -212,13 +212,31 @@ def test_a_random_mix_equals_its_parts(model: Decoder) -> None:
 
     async def main() -> None:
         async with running(model, depth=0, rows=1) as engine:
-            alone = [(await engine.generate(prompt, **options)).token_ids for prompt, options in jobs]  # type: ignore[arg-type]
+            alone = [(await engine.generate(prompt, **options)).token_ids for prompt, options in jobs]
         async with running(model, depth=2, rows=6, chunk_cap=7, token_budget=20) as engine:
-            streams = [engine.stream(prompt, **options) for prompt, options in jobs]  # type: ignore[arg-type]
+            streams = [engine.stream(prompt, **options) for prompt, options in jobs]
             cancelled = [engine.stream(tokens_for(90 + index, 12), max_tokens=30) for index in range(4)]
             for stream in cancelled:
                 await anext(aiter(stream))
                 stream.close()
             assert [(await stream.result()).token_ids for stream in streams] == alone
+
+    anyio.run(main)
+
+
+def test_a_chunk_without_tokens_has_no_stale_logprobs(model: Decoder) -> None:
+    """vllm-project/vllm, output processing: an output with no new tokens repeated the last log-probabilities."""
+
+    async def main() -> None:
+        async with running(model) as engine:
+            stream = engine.stream(tokens_for(1, 5), max_tokens=200, logprobs=1)
+            first = await anext(aiter(stream))
+            assert len(first.logprobs or ()) == len(first.token_ids) > 0
+            await engine.pause()
+            await anext(aiter(stream))  # what had arrived until then
+            engine.abort(stream.request_id)
+            last = await anext(aiter(stream))
+            assert (last.token_ids, last.logprobs, last.finish_reason) == ((), (), "abort")
+            engine.resume()
 
     anyio.run(main)

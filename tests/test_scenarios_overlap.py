@@ -40,7 +40,7 @@ def simulated(
 def test_five_minutes_of_poisson_arrivals(depth: int) -> None:
     """sgl-project/sglang 2312: at two requests a second the overlapped scheduler crashed in the device."""
     random = Random(depth)
-    engine, executor = simulated(limits(), 0.2, depth=depth, chunk_cap=10)
+    engine, _executor = simulated(limits(), 0.2, depth=depth, chunk_cap=10)
 
     async def one(index: int) -> None:
         tokens, count = prompt(random.randint(1, 40), index % 11), random.randint(1, 25)
@@ -63,7 +63,7 @@ def test_five_minutes_of_poisson_arrivals(depth: int) -> None:
 def test_ten_thousand_steps_with_random_delays(reserve: str) -> None:
     """sgl-project/sglang 31072, 26380: a copy that came late deadlocked the device or changed the output."""
     random = Random(1)
-    engine, executor = simulated(
+    engine, _executor = simulated(
         limits(pages=40), lambda plan: random.choice([0.0, 0.0, 0.001, 0.02, 0.5]), depth=2, reserve=reserve
     )
     half = 5_000
@@ -141,8 +141,8 @@ def test_planners_whose_clocks_disagree_make_the_same_plans() -> None:
 
 @ASYNCIO
 @DEPTHS
-async def test_random_completions_change_no_plan_of_a_serial_device(depth: int) -> None:
-    """sgl-project/sglang 113 (mini-sglang), 27221: the same arrivals give the same plans, run by run."""
+async def test_the_same_arrivals_give_the_same_plans(depth: int) -> None:
+    """sgl-project/mini-sglang 113; sgl-project/sglang 27221: the same arrivals give the same plans, run by run."""
 
     async def run() -> str:
         async with simulation(depth=depth, reserve="expected", pages=24, max_rows=4, token_budget=24, chunk_cap=9) as sim:

@@ -46,6 +46,9 @@ class SimulatedDevice:
         if plan.step != self.step + 1:
             raise SimulationError(f"step {plan.step} follows step {self.step}")
         self.step = plan.step
+        named = [*plan.leaves, *(j.row for j in plan.joins), *(c.row for c in plan.prefill), *plan.pages.rows.tolist()]
+        bad = [row for row in named if not 0 <= row < self.limits.max_rows]
+        self._require(not bad, plan, f"rows {bad} do not exist")
         for row in plan.leaves:
             self._require(bool(self.joined[row]), plan, f"row {row} leaves but never joined")
             self.joined[row] = self.active[row] = False
@@ -55,6 +58,9 @@ class SimulatedDevice:
         appends = plan.pages
         if len(appends.rows):
             self._require(bool(self.joined[appends.rows].all()), plan, "pages appended to a row that is not joined")
+            self._fresh(plan, appends.pages)
+            inside = (appends.indices >= 0) & (appends.indices < self.table.shape[1])
+            self._require(bool(inside.all()), plan, "pages appended beyond the longest block table")
             self.table[appends.rows, appends.indices] = appends.pages
             self.slots.reshape(-1, self.limits.page_size)[appends.pages] = 0
 
@@ -95,6 +101,8 @@ class SimulatedDevice:
         valid = (join.pages >= 0) & (join.pages < self.limits.pages)
         self._require(bool(valid.all()), plan, f"page ids {join.pages[~valid]} do not exist")
         self._require(len(np.unique(join.pages)) == len(join.pages), plan, "a page appears twice in one block table")
+        self._require(len(join.pages) <= self.table.shape[1], plan, "the block table is longer than the model")
+        self._fresh(plan, join.pages[join.cached // self.limits.page_size :])
         self.joined[row] = True
         self.table[row] = -1
         self.table[row, : len(join.pages)] = join.pages
@@ -103,6 +111,13 @@ class SimulatedDevice:
         self.length[row] = join.cached
         self.seed[row] = join.seed
         self.position[row] = join.generated
+
+    def _fresh(self, plan: StepPlan, pages: IntArray) -> None:
+        valid = (pages >= 0) & (pages < self.limits.pages)
+        self._require(bool(valid.all()), plan, f"page ids {pages[~valid]} do not exist")
+        self._require(len(np.unique(pages)) == len(pages), plan, "a page is given out twice")
+        used = np.isin(pages, self.table[self.joined])
+        self._require(not used.any(), plan, f"pages {pages[used]} are given out while a row has them")
 
     def _prefill(self, plan: StepPlan, chunk: PrefillChunk, failing: bool) -> None:
         row = chunk.row
@@ -123,6 +138,7 @@ class SimulatedDevice:
 
     def _slots(self, plan: StepPlan, rows: Positions, positions: Positions) -> Positions:
         size = self.limits.page_size
+        self._require(bool((positions < self.limits.max_model_len).all()), plan, "a row grows beyond the model's length")
         pages = self.table[rows, positions // size]
         self._require(
             bool((pages >= 0).all()), plan, f"rows {rows[pages < 0]} have no page at positions {positions[pages < 0]}"

@@ -12,14 +12,20 @@ serves several of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, TypeVar
-
-import numba  # type: ignore[import-untyped]  # numba ships no type information
-import numba.extending  # type: ignore[import-untyped]
 
 from ...logs import get_logger
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# Imported by name because numba is typed in part, and more with every release: here all of it is Any.
+numba: Any = import_module("numba")
+types: Any = import_module("numba.core.types")
+cgutils: Any = import_module("numba.core.cgutils")
+extending: Any = import_module("numba.extending")
+ir: Any = import_module("llvmlite.ir")
+llvm: Any = import_module("llvmlite.binding")
 
 
 def kernel(function: F) -> F:
@@ -54,4 +60,4 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 
     It returns a signature and a generator of LLVM code.
     """
-    return numba.extending.intrinsic(function)
+    return extending.intrinsic(function)

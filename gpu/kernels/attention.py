@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]  # llvmlite has no type information
 
-from ._jit import inlined, kernel, part
+from ._jit import inlined, kernel, llvm, part
 from .attention_tile import BLOCK, TILE, Data, Place, Shape, attend_tile, scratch_floats
 from .layout import StepLayout
 from .simd import LANES, pointer
@@ -130,7 +129,7 @@ def _attend(
 @cache
 def _registers() -> int:
     """Vectors of 16 float32 that fit the CPU's registers, one spared."""
-    return 31 if get_host_cpu_features().get("avx512f") else 7
+    return 31 if llvm.get_host_cpu_features().get("avx512f") else 7
 
 
 @cache

@@ -30,15 +30,15 @@ _ZERO = np.float32(0.0)
 
 
 class Shape(NamedTuple):
-    """Sizes that are constant in a call."""
+    """Sizes that are constant in a call: numbers of heads and of query heads per key head, head size and so on."""
 
-    heads: int
-    kv_heads: int
-    group: int
-    dim: int
-    width: int
-    page_size: int
-    window: int
+    heads: Any
+    kv_heads: Any
+    group: Any
+    dim: Any
+    width: Any
+    page_size: Any
+    window: Any
 
 
 class Data(NamedTuple):
@@ -52,13 +52,13 @@ class Data(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The tile: queries ``first … first + count - 1`` of a segment's (token, head of the group) pairs."""
+    """The tile: queries ``first … first + size - 1`` of a segment's (token, head of the group) pairs."""
 
-    token: int
-    start: int
-    first: int
-    count: int
-    head: int
+    token: Any
+    start: Any
+    first: Any
+    size: Any
+    head: Any
 
 
 def scratch_floats(rows: int, dim: int, width: int) -> int:

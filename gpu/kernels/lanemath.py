@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]  # llvmlite and numba ship no type information
-from numba import types  # type: ignore[import-untyped]
-
-from ._jit import intrinsic
+from ._jit import intrinsic, ir, types
 from .simd import F32S, I32, I32S, LANES, floats, ints, ir_fma, ir_splat, lanes
 
 # 2**f on [-1/2, 1/2], relative error 2e-9 before rounding: Lawson's weighted least squares with the constant

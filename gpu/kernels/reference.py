@@ -55,8 +55,8 @@ def rotary_store(
     interleaved: bool = False,
 ) -> torch.Tensor:
     """See :func:`asyncsched.gpu.kernels.rotary_store`."""
-    split = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))
-    q, k, v = split.split([heads, kv_heads, kv_heads], dim=1)
+    split = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
+    q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
     q, k = q.float(), k.float()
     if q_norm is not None:
         q = rms_norm(q, q_norm.float(), eps)

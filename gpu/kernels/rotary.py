@@ -167,13 +167,7 @@ def rotary_store(
     if layout.end > len(cos_sin):
         raise misfit(f"position {layout.end - 1} has no row in cos_sin {tuple(cos_sin.shape)}")
     check_pools(k_pool, v_pool, layout, kv_heads, dim)
-    norms = [0, 0]
-    for i, weight in enumerate((q_norm, k_norm)):
-        if weight is not None:
-            element(qkv, weight)
-            if weight.shape != (dim,):
-                raise misfit(f"norm weight {tuple(weight.shape)} for heads of {dim}")
-            norms[i] = weight.data_ptr()
+    norms = (_norm_address(q_norm, qkv, dim), _norm_address(k_norm, qkv, dim))
     fork, threads = team(qkv.numel(), _LEAST)
     q = torch.empty((tokens, heads, dim), dtype=torch.float32)
     work = torch.empty(threads * (dim + _PAD), dtype=torch.float32)
@@ -182,3 +176,12 @@ def rotary_store(
     addresses = (qkv.data_ptr(), *norms, cos_sin.data_ptr(), at.positions, at.slots, *pools, q.data_ptr(), work.data_ptr())
     _rotary(kind, *addresses, tokens, heads, kv_heads, dim, rotated, layout.page_size, eps, interleaved, fork, threads)
     return q
+
+
+def _norm_address(weight: torch.Tensor | None, qkv: torch.Tensor, dim: int) -> int:
+    if weight is None:
+        return 0
+    element(qkv, weight)
+    if weight.shape != (dim,):
+        raise misfit(f"norm weight {tuple(weight.shape)} for heads of {dim}")
+    return weight.data_ptr()

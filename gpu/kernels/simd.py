@@ -14,12 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]  # llvmlite and numba ship no type information
-from numba import types  # type: ignore[import-untyped]
-from numba.core import cgutils  # type: ignore[import-untyped]
-from numba.extending import models, register_model  # type: ignore[import-untyped]
-
-from ._jit import intrinsic
+from ._jit import cgutils, extending, intrinsic, ir, types
 
 LANES = 16
 
@@ -32,7 +27,7 @@ I16S = ir.VectorType(I16, LANES)
 I32S = ir.VectorType(I32, LANES)
 
 
-class Lanes(types.Type):  # type: ignore[misc]  # numba is untyped
+class Lanes(types.Type):  # type: ignore[misc]  # numba is Any
     """The numba type of 16 float32 lanes."""
 
     def __init__(self) -> None:
@@ -42,8 +37,8 @@ class Lanes(types.Type):  # type: ignore[misc]  # numba is untyped
 lanes = Lanes()
 
 
-@register_model(Lanes)
-class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]  # numba is untyped
+@extending.register_model(Lanes)
+class _LanesModel(extending.models.PrimitiveModel):  # type: ignore[misc]  # numba is Any
     def __init__(self, manager: Any, kind: Any) -> None:
         super().__init__(manager, kind, F32S)
 

@@ -13,11 +13,8 @@ import ctypes
 from typing import Any
 
 import torch
-from llvmlite import ir  # type: ignore[import-untyped]  # llvmlite and numba ship no type information
-from numba import types  # type: ignore[import-untyped]
-from numba.core import cgutils  # type: ignore[import-untyped]
 
-from ._jit import intrinsic
+from ._jit import cgutils, intrinsic, ir, types
 
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)

@@ -1,8 +1,8 @@
 """Tiles of accumulators for the attention kernel: ``rows`` × ``columns`` vectors held in registers.
 
 Numba unrolls nothing by itself, so a tile is a tuple of vectors (row-major) whose sizes are
-static: ``rows`` and ``columns`` are *markers*, tuples of integers of which only the length
-counts. Each accumulator is updated by its own chain of fused multiply-adds; the tile's shape
+static: ``rows`` and ``columns`` are *markers*, tuples of ``None`` of which only the
+length counts. Each accumulator is updated by its own chain of fused multiply-adds; the tile's shape
 decides how many chains run side by side, never the arithmetic of one.
 
 Compute thread only, inside compiled functions.
@@ -12,11 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]  # llvmlite and numba ship no type information
-from numba import types  # type: ignore[import-untyped]
-from numba.core import cgutils  # type: ignore[import-untyped]
-
-from ._jit import intrinsic
+from ._jit import cgutils, intrinsic, ir, types
 from .simd import I32, floats, ir_fma, ir_load, ir_splat, ir_store, lanes
 
 _BYTES = ir.IntType(8).as_pointer()
