@@ -34,6 +34,7 @@ from .sampling_params import SamplingParams
 from .state import ControlState
 from .text import TextAssembler
 from .tokenizer import Tokenizer
+from .wakeup import Signal
 
 LONG_TEXT = 32_768
 """Characters from which a text is encoded in a worker thread of its own, so that others need not wait for it."""
@@ -59,8 +60,10 @@ class Admission:
         self._max_tokens = config.max_queued_tokens
         self._wait_when_full = config.when_full == "wait"
         self._lobby: deque[Submission] = deque()
-        # Limiters of its own, as the default one belongs to the application. One short batch at a
-        # time keeps arrival order; long texts must not delay them.
+        self._texts: deque[Submission] = deque()
+        self._text = Signal()
+        # Limiters of its own, as the default one belongs to the application; long texts must not
+        # delay short ones.
         self._short = anyio.CapacityLimiter(1)
         self._long = anyio.CapacityLimiter(2)
 
@@ -97,6 +100,7 @@ class Admission:
     async def run(self) -> None:
         """Admit what has been submitted."""
         async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._encode_short, tasks)
             while True:
                 await self._state.lobby.wait()
                 while self._lobby and self._may_take(self._lobby[0]):
@@ -107,28 +111,26 @@ class Admission:
         return submission.ended or not self._wait_when_full or self._has_room(submission.params.n, 0, lobby=False)
 
     def _take(self, tasks: TaskGroup) -> None:
-        """Take up the next submission, or the next few texts together."""
-        first = self._pop()
-        if first.ended:
-            return
-        if first.requests:
-            self._enter(first, tasks)
-        elif _size(first.prompt) >= LONG_TEXT:
-            tasks.start_soon(self._encode, [first], tasks, self._long)
-        else:
-            batch = [first]
-            while self._lobby and len(batch) < BATCH and self._joins_batch(self._lobby[0]):
-                batch.append(self._pop())
-            tasks.start_soon(self._encode, batch, tasks, self._short)
-
-    def _pop(self) -> Submission:
+        """Take up the next submission."""
         submission = self._lobby.popleft()
-        if not submission.ended:
-            self._state.arrivals.put(submission, "taken")
-        return submission
+        if submission.ended:
+            return
+        self._state.arrivals.put(submission, "taken")
+        if submission.requests:
+            self._enter(submission, tasks)
+        elif _size(submission.prompt) >= LONG_TEXT:
+            tasks.start_soon(self._encode, [submission], tasks, self._long)
+        else:
+            self._texts.append(submission)
+            self._text.set()
 
-    def _joins_batch(self, submission: Submission) -> bool:
-        return not submission.requests and self._may_take(submission) and _size(submission.prompt) < LONG_TEXT
+    async def _encode_short(self, tasks: TaskGroup) -> None:
+        """Encode short texts, a batch at a time, which keeps them in order of arrival."""
+        while True:
+            await self._text.wait()
+            while self._texts:
+                batch = [self._texts.popleft() for _ in range(min(BATCH, len(self._texts)))]
+                await self._encode(batch, tasks, self._short)
 
     async def _encode(self, batch: list[Submission], tasks: TaskGroup, limiter: anyio.CapacityLimiter) -> None:
         """Tokenise in a worker thread; a text that fails fails alone."""

@@ -64,16 +64,18 @@ class Placement:
         elif not self.make_room(total):
             return None
         request.inserted = len(pages)
-        request.computed = request.cached = len(pages) * size
+        request.computed = len(pages) * size
+        if request.admitted_at is None:  # what it finds of its own after a preemption is no hit
+            request.cached = request.computed
+            state.counters.prompt_tokens += len(request.fill)
+            state.counters.cached_tokens += request.cached
         table = np.concatenate([pages, pool.take(total - len(pages))])
         row = state.place(request, table, len(pages))
-        state.counters.prompt_tokens += len(request.fill)
-        state.counters.cached_tokens += request.cached
         return RowJoin(
             row=row,
             number=request.number,
             pages=table,
-            cached=request.cached,
+            cached=request.computed,
             params=request.params,
             seed=request.seed,
             stop_ids=request.stop_ids,

@@ -135,7 +135,7 @@ class Request:
         page_since: First step that computed a part of the first page that is not in the tree yet.
         announced: The scheduling policy knows of it.
         resumed_at: Output tokens it had when it got its row.
-        cached: Tokens of ``fill`` that were found in the cache.
+        cached: Prompt tokens that were found in the cache when it was first admitted.
         output: Sampled tokens, except those still in the row's window.
     """
 

@@ -218,7 +218,7 @@ class ControlState:
         if request.admitted_at is None:
             request.admitted_at = now
         if self.events.listeners:
-            self.events.emit(Admitted(now, request.submission.request_id, request.number, row, request.cached))
+            self.events.emit(Admitted(now, request.submission.request_id, request.number, row, request.computed))
         return row
 
     def leave_device(self, row: int) -> None:
@@ -272,7 +272,7 @@ class ControlState:
         request.fill = (
             np.concatenate([request.prompt, np.array(request.output, np.int32)]) if request.output else request.prompt
         )
-        request.computed = request.inserted = request.cached = 0
+        request.computed = request.inserted = 0
         if request.prompt_logprobs is not None:
             request.prompt_logprobs.clear()
         self.counters.restarts += 1

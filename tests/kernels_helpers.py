@@ -36,7 +36,7 @@ class Scene:
         draw = torch.Generator().manual_seed(seed)
         counts = [-(-end // page_size) for end in ends]
         pages = sum(counts) + 2
-        shuffled = torch.randperm(pages, generator=draw).numpy().astype(np.int32)
+        shuffled = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).numpy().astype(np.int32)
         table = np.full((len(ends) + 1, max(counts, default=0) + 1), shuffled[-1], np.int32)
         used = 0
         for row, count in enumerate(counts):

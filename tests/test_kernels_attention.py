@@ -67,10 +67,10 @@ def test_window_and_softcap(options: dict[str, float], page_size: int) -> None:
 
 
 def test_large_scores_and_a_long_context() -> None:
-    """Weights that underflow, and a running maximum that keeps moving."""
+    """Weights that underflow, and a running maximum that keeps moving; float32 scores of 100 are good to 1e-5."""
     scene = Scene.build(3, 1, 64, 32, [1500], F32)
     scene.queries *= 30 * torch.linspace(0.1, 1.0, 1500).view(-1, 1, 1)
-    close(attend(scene, [(300, 1200)]), define(scene, [(300, 1200)]))
+    torch.testing.assert_close(attend(scene, [(300, 1200)]), define(scene, [(300, 1200)]), rtol=0, atol=2e-4)
 
 
 def test_no_segments() -> None:
