@@ -199,7 +199,10 @@ class Engine:
     # Operations
 
     async def drain(self) -> None:
-        """Take no new requests and return when all live ones have ended. ``resume`` takes new ones again."""
+        """Take no new requests and return when all live ones have ended. ``resume`` takes new ones again.
+
+        On a paused engine that is after ``resume``, or when they are aborted.
+        """
         run = self._running()
         run.draining = True
         await run.state.until(lambda: not run.state.live)
@@ -219,7 +222,7 @@ class Engine:
                 run.abort(submission)
         if mode == "finish" and run.state.mode == "running":
             run.state.mode = "finishing"
-            await run.state.until(lambda: run.state.resumed or not run.state.rows.in_use)
+            await run.state.until(lambda: run.state.resumed or run.state.finishing_done)
             if run.state.resumed:
                 return
         run.state.mode = "frozen"

@@ -133,13 +133,11 @@ class Planner:
                 return
             left -= size
             chunks.append(self._chunk(request, size, step, planned))
-        if state.mode != "running":
-            self.blocked = "paused"
+        waiting = state.admissible()
+        if not waiting or not state.rows.free:
+            self.blocked = "rows" if waiting else "paused"
             return
-        if not state.waiting or not state.rows.free:
-            self.blocked = "rows" if state.waiting else ""
-            return
-        for request in state.policies.order(state.waiting, self._view):
+        for request in state.policies.order(waiting, self._view):
             if left <= 0 or not state.rows.free:
                 self.blocked = "token budget" if left <= 0 else "rows"
                 return
@@ -174,9 +172,10 @@ class Planner:
                 self._chunk(request, self._chunk_size(todo, self._budget, self._chunk_cap, first=True), step, planned)
             )
             return
-        if state.mode != "running" or not state.waiting:
+        waiting = state.admissible()
+        if not waiting:
             return
-        request = next(iter(state.waiting.values()))
+        request = next(iter(waiting.values()))
         size = self._admit(request, self._budget, self._chunk_cap, step, joins, first=True)
         if size:
             chunks.append(self._chunk(request, size, step, planned))

@@ -120,7 +120,7 @@ class ControlState:
         lobby: Wakes the admission task: a submission came in, or the waiting set has shrunk.
         submitted, completed: Numbers of the last step submitted and completed.
         over: The engine is closing or dead.
-        mode: ``running``; ``finishing``: no waiting request is admitted; ``frozen``: nothing is planned.
+        mode: ``running``; ``finishing``: no new request is admitted; ``frozen``: nothing is planned.
     """
 
     def __init__(
@@ -182,6 +182,17 @@ class ControlState:
         self.waiting_tokens += len(request.prompt)
         if late:  # its prompt took longer to tokenise than a later one's, or it lost its row
             self.waiting = dict(sorted(self.waiting.items()))
+
+    def admissible(self) -> dict[int, Request]:
+        """The waiting requests that may get a row: all, or while finishing those that have lost theirs."""
+        if self.mode == "running":
+            return self.waiting
+        return {number: request for number, request in self.waiting.items() if request.admitted_at is not None}
+
+    @property
+    def finishing_done(self) -> bool:
+        """True if nothing that was begun is left to finish."""
+        return not self.rows.in_use and not self.admissible()
 
     def complete_step(self, step: int) -> None:
         """The device is through with ``step``: what was fenced by it is free."""

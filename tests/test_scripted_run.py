@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from asyncsched import ExecutorLimits
 from asyncsched.testing import ScriptedRun, expected_tokens
 
 
@@ -44,3 +45,22 @@ async def test_pages_come_back_after_exhaustion(depth: int) -> None:
         await run.steps(20)
         result = await waiting.result()
         assert list(result.token_ids) == expected_tokens([7, 8, 9], 3, 5, 1000)
+
+
+async def test_pause_finish_waits_for_requests_that_lose_their_row_meanwhile() -> None:
+    limits = ExecutorLimits(max_rows=4, pages=10, page_size=4, max_model_len=40, vocab_size=1000)
+    async with ScriptedRun(limits, depth=2, reserve="expected") as run:
+        run.engine._running().placement.estimate.share = 0.0  # expects no growth, so that pages run out
+        prompts = [list(range(start, start + 7)) for start in (10, 20, 30)]
+        streams = [await run.submit(prompt, seed=1, max_tokens=25) for prompt in prompts]
+        await run.steps(3)
+        late = await run.submit([1, 2], seed=2, max_tokens=1)
+        run.executor.unhold()
+        await run.engine.pause("finish")
+        assert run.engine.statistics().preemptions > 0
+        assert [stream.finish_reason for stream in streams] == ["length"] * 3
+        assert late.finish_reason is None, "a request that was not begun waits for resume()"
+        for prompt, stream in zip(prompts, streams, strict=True):
+            assert list((await stream.result()).token_ids) == expected_tokens(prompt, 1, 25, 1000)
+        run.engine.resume()
+        await late.result()
