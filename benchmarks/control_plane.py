@@ -13,6 +13,7 @@ import json
 import random
 import statistics
 import time
+from typing import Any
 
 import anyio
 
@@ -37,7 +38,7 @@ class TimedExecutor(InstantExecutor):
         super().submit(plan)
 
 
-async def measure(batch: int, steps: int, depth: int) -> dict[str, object]:
+async def measure(batch: int, steps: int, depth: int) -> dict[str, Any]:
     """Median microseconds per decode step at ``batch`` running requests."""
     rng = random.Random(0)
     length = PROMPT + steps + WARM_UP + 16

@@ -25,7 +25,7 @@ TOKENS = 64
 def reference_model(checkpoint: Checkpoint) -> LlamaForCausalLM:
     """The checkpoint as transformers' own Llama."""
     keys = {key: value for key, value in checkpoint.config.items() if key not in ("architectures", "model_type")}
-    model = LlamaForCausalLM(LlamaConfig(**keys)).to(torch.float32).eval()
+    model: LlamaForCausalLM = LlamaForCausalLM(LlamaConfig(**keys)).eval()  # float32 unless told otherwise
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(checkpoint.tensor(name, tuple(parameter.shape)))
@@ -49,6 +49,7 @@ def main() -> None:
     for question in questions():
         text = tokenizer.render_chat([{"role": "user", "content": question}], add_generation_prompt=True)
         (prompt,) = tokenizer.encode([text], add_special_tokens=False, limit=4096)
+        assert isinstance(prompt, list)
         output = model.generate(
             torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=list(tokenizer.eos_ids), pad_token_id=0
         )

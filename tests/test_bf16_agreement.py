@@ -29,10 +29,10 @@ def reference_logprobs(sequences: list[list[int]], dtype: str) -> list[np.ndarra
 
     with open_checkpoint(asyncsched.EngineConfig(dtype="float32")) as checkpoint, torch.inference_mode():
         keys = {key: value for key, value in checkpoint.config.items() if key not in ("architectures", "model_type")}
-        model = LlamaForCausalLM(LlamaConfig(**keys)).to(torch.float32).eval()
+        model = LlamaForCausalLM(LlamaConfig(**keys)).eval()
         for name, parameter in model.named_parameters():
             parameter.copy_(checkpoint.tensor(name, tuple(parameter.shape)))
-        model = model.to(getattr(torch, dtype))
+        model = model.bfloat16() if dtype == "bfloat16" else model  # type: ignore[no-untyped-call]
         found = []
         for sequence in sequences:
             logits = model(torch.tensor([sequence])).logits[0].float().log_softmax(-1)

@@ -59,20 +59,23 @@ async def settle() -> None:
 
 
 async def play(script: list[tuple[object, ...]], depth: int, reserve: str, page_size: int, prefix_cache: bool) -> None:
-    limits = asyncsched.ExecutorLimits(max_rows=4, pages=48 // page_size, page_size=page_size, max_model_len=30, vocab_size=VOCAB)
+    limits = asyncsched.ExecutorLimits(4, pages=48 // page_size, page_size=page_size, max_model_len=30, vocab_size=VOCAB)
     executor = SimulatedExecutor(limits, hold=True, token_budget=16)
     clients: list[Client] = []
-    async with asyncsched.Engine(
-        backend=asyncsched.Backend(executor, None, "simulated"),
-        depth=depth,
-        token_budget=16,
-        chunk_cap=5,
-        reserve=reserve,
-        prefix_cache=prefix_cache,
-        low_watermark=0.1,
-        high_watermark=0.3,
-        strict_policies=True,
-    ) as engine, anyio.create_task_group() as readers:
+    async with (
+        asyncsched.Engine(
+            backend=asyncsched.Backend(executor, None, "simulated"),
+            depth=depth,
+            token_budget=16,
+            chunk_cap=5,
+            reserve=reserve,
+            prefix_cache=prefix_cache,
+            low_watermark=0.1,
+            high_watermark=0.3,
+            strict_policies=True,
+        ) as engine,
+        anyio.create_task_group() as readers,
+    ):
         for operation in script:
             match operation:
                 case ("submit", list(prompt), int(count), int(seed), bool(stops)):
