@@ -138,8 +138,9 @@ class CpuExecutor:
         """Compute one plan. Compute thread only.
 
         Raises:
-            Exception: whatever the model or the sampler raised; the deltas are applied all the same,
-                and no row has advanced.
+            Exception: whatever the model or the sampler raised. The deltas are applied all the same,
+                and the rows have advanced as if nothing had happened: steps in flight behind this one
+                name them still, and what those compute from the gap is dropped.
         """
         launched = time.monotonic()
         with torch.inference_mode():
@@ -147,6 +148,7 @@ class CpuExecutor:
             packed = self._state.pack(plan)
             if packed is None:
                 return StepResult(plan.step, EMPTY_INTS, EMPTY_INTS, launched_at=launched, completed_at=time.monotonic())
+            self._state.advance(plan, packed)
             assert self._model is not None
             scored = self._scores.chunks(plan, packed)
             wanted = wanted_positions(packed, scored)
@@ -156,7 +158,7 @@ class CpuExecutor:
             if packed.rows.size:
                 chosen = self._sampler.sample(select(logits, wanted, packed.sampled_at), packed.rows)
                 tokens, logprobs, failed = chosen.tokens, chosen.logprobs, chosen.failed
-            self._state.commit(plan, packed, tokens)
+                self._state.last_token[packed.rows] = tokens
         return StepResult(
             plan.step,
             packed.rows,

@@ -98,15 +98,11 @@ class DeviceState:
         ends = np.cumsum(seg_len, dtype=np.int64) - 1
         return PackedStep(tokens, layout, seg_row[sampled], ends[sampled], count)
 
-    def commit(self, plan: StepPlan, packed: PackedStep, tokens: IntArray) -> None:
-        """Take over what a step that succeeded has stored and sampled (``tokens[i]`` for ``packed.rows[i]``).
-
-        A step that raised is not committed: its rows stay where they were until they are told to leave.
-        """
+    def advance(self, plan: StepPlan, packed: PackedStep) -> None:
+        """Move the rows on by what the step computes, before it is computed: whether it succeeds is not the rows' business."""
         self.lengths[packed.rows[: packed.decoding]] += 1
         for chunk in plan.prefill:
             self.lengths[chunk.row] = chunk.start + chunk.tokens.size
-        self.last_token[packed.rows] = tokens
         self.active[packed.rows] = True
 
     def _join(self, join: RowJoin) -> None:

@@ -25,7 +25,7 @@ TOKENS = 64
 def reference_model(checkpoint: Checkpoint) -> LlamaForCausalLM:
     """The checkpoint as transformers' own Llama."""
     keys = {key: value for key, value in checkpoint.config.items() if key not in ("architectures", "model_type")}
-    model: LlamaForCausalLM = LlamaForCausalLM(LlamaConfig(**keys)).eval()  # float32 unless told otherwise
+    model: LlamaForCausalLM = LlamaForCausalLM(LlamaConfig(**keys)).train(False)  # float32 unless told otherwise
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(checkpoint.tensor(name, tuple(parameter.shape)))

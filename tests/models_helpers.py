@@ -82,9 +82,6 @@ class ModuleWeights:
             raise WeightsError(f"{name} {shape}")
         return found.to(self.dtype).clone()
 
-    def has(self, name: str) -> bool:
-        return name in self._tensors
-
 
 @dataclass(frozen=True)
 class Sampled:

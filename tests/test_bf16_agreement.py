@@ -29,10 +29,10 @@ def reference_logprobs(sequences: list[list[int]], dtype: str) -> list[np.ndarra
 
     with open_checkpoint(asyncsched.EngineConfig(dtype="float32")) as checkpoint, torch.inference_mode():
         keys = {key: value for key, value in checkpoint.config.items() if key not in ("architectures", "model_type")}
-        model = LlamaForCausalLM(LlamaConfig(**keys)).eval()
+        model = LlamaForCausalLM(LlamaConfig(**keys)).train(False)
         for name, parameter in model.named_parameters():
             parameter.copy_(checkpoint.tensor(name, tuple(parameter.shape)))
-        model = model.bfloat16() if dtype == "bfloat16" else model  # type: ignore[no-untyped-call]
+        model = model.bfloat16() if dtype == "bfloat16" else model
         found = []
         for sequence in sequences:
             logits = model(torch.tensor([sequence])).logits[0].float().log_softmax(-1)

@@ -134,18 +134,20 @@ def test_a_step_that_raises_has_applied_its_deltas() -> None:
     prompts = {row: [t for t in tokens_for(row, 6 + row) if t != POISON] for row in (0, 1, 2)}
     plans = [
         StepPlan(1, joins=(join(0, [1]), join(1, [2])), prefill=(chunk(0, 0, prompts[0]), chunk(1, 0, prompts[1]))),
-        # Raises. Row 0 has left all the same, row 2 has joined, row 1 has not advanced.
+        # Raises. Row 0 has left all the same, and rows 1 and 2 have advanced: the next step, which was
+        # planned before anybody knew, names them both.
         StepPlan(2, leaves=(0,), joins=(join(2, [3]),), prefill=(chunk(2, 0, prompts[2]),), decode=True),
         StepPlan(3, decode=True),
-        StepPlan(4, leaves=(1,), prefill=(chunk(2, 0, prompts[2]),)),
+        StepPlan(4, leaves=(1, 2), joins=(join(0, [1]),), prefill=(chunk(0, 0, prompts[2]),)),
         StepPlan(5, decode=True),
     ]
     results = drive(CpuExecutor(model, sampler, limits_for(model)), plans)
     assert isinstance(results[1].error, ArithmeticError)
     assert not results[1].fatal
-    assert [result.rows.tolist() for result in results] == [[0, 1], [], [1], [2], [2]]
-    assert sampler.events == [("join", 0), ("join", 1), ("leave", 0), ("join", 2), ("leave", 1)]
-    assert [int(results[0].tokens[1]), int(results[2].tokens[0])] == greedy(prompts[1], 2)
+    assert [result.rows.tolist() for result in results] == [[0, 1], [], [1, 2], [0], [0]]
+    assert sampler.events == [
+        ("join", 0), ("join", 1), ("leave", 0), ("join", 2), ("leave", 1), ("leave", 2), ("join", 0),
+    ]  # fmt: skip
     assert [int(results[3].tokens[0]), int(results[4].tokens[0])] == greedy(prompts[2], 2)
 
 
@@ -156,11 +158,12 @@ def test_a_bad_plan_fails_its_step_only() -> None:
         StepPlan(1, joins=(join(0, [99]),), prefill=(chunk(0, 0, prompt),)),
         StepPlan(2, joins=(join(1, [1]),), prefill=(chunk(1, 0, prompt),)),
         StepPlan(3, joins=(join(2, [2]),), prefill=(chunk(2, 0, [model.vocab_size]),), decode=True),
-        StepPlan(4, leaves=(2,), decode=True),
+        StepPlan(4, leaves=(1, 2), joins=(join(0, [1]),), prefill=(chunk(0, 0, prompt),)),
+        StepPlan(5, decode=True),
     ]
     results = drive(CpuExecutor(model, ScriptedSampler(), limits_for(model)), plans)
-    assert [type(result.error) for result in results] == [ValueError, type(None), IndexError, type(None)]
-    assert [int(results[1].tokens[0]), int(results[3].tokens[0])] == greedy(prompt, 2)
+    assert [type(result.error) for result in results] == [ValueError, type(None), IndexError, type(None), type(None)]
+    assert [int(results[3].tokens[0]), int(results[4].tokens[0])] == greedy(prompt, 2)
 
 
 def test_prompt_logprobs_across_chunks() -> None:

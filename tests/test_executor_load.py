@@ -11,7 +11,7 @@ import pytest
 
 from asyncsched.backend import load_backend
 from asyncsched.config import EngineConfig
-from asyncsched.contract import ExecutorLimits, StepPlan
+from asyncsched.contract import ExecutorLimits, StepPlan, StepResult
 from asyncsched.errors import ModelError, NotEnoughMemoryError
 from asyncsched.gpu.cpu_executor import CpuExecutor
 from asyncsched.sampling_params import SamplingParams
@@ -78,14 +78,11 @@ def test_drawn_tokens_do_not_depend_on_the_batch(folder: Path) -> None:
         ],
     )
 
-    def of_row_one(results: list[object]) -> list[int]:
-        return [
-            int(result.tokens[index])  # type: ignore[attr-defined]
-            for result in results
-            for index in np.flatnonzero(result.rows == 1)  # type: ignore[attr-defined]
-        ]
+    def of_row_one(results: list[StepResult]) -> list[int]:
+        return [int(result.tokens[index]) for result in results for index in np.flatnonzero(result.rows == 1)]
 
-    assert of_row_one([*together]) == of_row_one([*alone])
+    assert of_row_one(together) == of_row_one(alone)
+    assert len(of_row_one(alone)) == 3
     assert len((alone[0].logprobs or {})[1].top_ids) == 2
 
 

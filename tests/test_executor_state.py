@@ -14,11 +14,12 @@ LIMITS = ExecutorLimits(max_rows=4, pages=20, page_size=4, max_model_len=30, voc
 
 
 def step(state: DeviceState, plan: StepPlan, tokens: list[int] | None = None) -> PackedStep | None:
-    """Apply, pack and, with ``tokens``, commit."""
+    """Apply, pack and, with ``tokens``, advance and remember them."""
     state.apply(plan)
     packed = state.pack(plan)
     if packed is not None and tokens is not None:
-        state.commit(plan, packed, ints(*tokens))
+        state.advance(plan, packed)
+        state.last_token[packed.rows] = ints(*tokens)
     return packed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,17 +36,22 @@ SHAPES = [  # heads, key heads, head size, page size, type
 ]
 
 
-def attend(scene: Scene, segments: Segments, rows: list[int] | None = None, **options: float) -> torch.Tensor:
+def attend(scene: Scene, segments: Segments, rows: list[int] | None = None, **options: Any) -> torch.Tensor:
     q, layout = scene.queries_of(segments, rows), scene.layout(segments, rows)
     scale = scene.keys.shape[2] ** -0.5
-    return paged_attention(q, layout, scene.keys, scene.values, scale, **options)  # type: ignore[arg-type]
+    return paged_attention(q, layout, scene.keys, scene.values, scale, **options)
 
 
-def define(scene: Scene, segments: Segments, **options: float) -> torch.Tensor:
+def define(scene: Scene, segments: Segments, **options: Any) -> torch.Tensor:
     """The same by the reference, which cannot bear the garbage."""
     q, layout = scene.queries_of(segments), scene.layout(segments)
     keys, values = scene.keys.nan_to_num(0.0), scene.values.nan_to_num(0.0)
-    return reference.paged_attention(q, layout, keys, values, keys.shape[2] ** -0.5, **options)  # type: ignore[arg-type]
+    return reference.paged_attention(q, layout, keys, values, keys.shape[2] ** -0.5, **options)
+
+
+def parts(found: torch.Tensor, segments: Segments) -> list[torch.Tensor]:
+    ends = list(itertools.accumulate(n for n, _ in segments))
+    return [found[end - n : end] for end, (n, _) in zip(ends, segments, strict=True)]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "page_size", "dtype"), SHAPES)
@@ -61,7 +67,7 @@ def test_matches_the_definition(heads: int, kv_heads: int, dim: int, page_size: 
     "options", [{"window": 1}, {"window": 50}, {"window": 1000}, {"softcap": 2.0}, {"window": 64, "softcap": 30.0}]
 )
 @pytest.mark.parametrize("page_size", [32, 1])
-def test_window_and_softcap(options: dict[str, float], page_size: int) -> None:
+def test_window_and_softcap(options: dict[str, Any], page_size: int) -> None:
     scene = Scene.build(9, 3, 64, page_size, [n + s for n, s in MIXED], BF16)
     close(attend(scene, MIXED, **options), define(scene, MIXED, **options))
 
@@ -80,7 +86,7 @@ def test_no_segments() -> None:
 
 @pytest.mark.parametrize("page_size", [32, 1])
 @pytest.mark.parametrize("options", [{}, {"window": 70}])
-def test_decoding_a_token_equals_prefilling_it_bit_for_bit(page_size: int, options: dict[str, float]) -> None:
+def test_decoding_a_token_equals_prefilling_it_bit_for_bit(page_size: int, options: dict[str, Any]) -> None:
     scene = Scene.build(9, 3, 64, page_size, [200], BF16)
     whole = attend(scene, [(200, 0)], **options)
     for position in range(200):
@@ -91,8 +97,8 @@ def test_chunks_equal_the_whole_bit_for_bit() -> None:
     scene = Scene.build(8, 4, 128, 32, [300], BF16)
     whole = attend(scene, [(300, 0)])
     for cuts in ([0, 1, 300], [0, 7, 64, 65, 200, 300], [0, 150, 151, 152, 299, 300]):
-        parts = [attend(scene, [(b - a, a)]) for a, b in itertools.pairwise(cuts)]
-        assert torch.equal(torch.cat(parts), whole)
+        chunks = [attend(scene, [(b - a, a)]) for a, b in itertools.pairwise(cuts)]
+        assert torch.equal(torch.cat(chunks), whole)
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 16, 32, 128])
@@ -104,13 +110,13 @@ def test_page_size_does_not_change_a_bit(page_size: int) -> None:
 
 def test_a_row_does_not_notice_its_batch() -> None:
     scene = Scene.build(9, 3, 64, 32, [n + s for n, s in MIXED], BF16)
-    whole = dict(enumerate(attend(scene, MIXED).split([n for n, _ in MIXED])))
-    order = list(whole)
+    whole = parts(attend(scene, MIXED), MIXED)
+    order = list(range(len(MIXED)))
     for seed in range(5):
         random.Random(seed).shuffle(order)
         chosen = order[: 2 + seed]
-        parts = attend(scene, [MIXED[i] for i in chosen], chosen).split([MIXED[i][0] for i in chosen])
-        for i, part in zip(chosen, parts, strict=True):
+        segments = [MIXED[i] for i in chosen]
+        for i, part in zip(chosen, parts(attend(scene, segments, chosen), segments), strict=True):
             assert torch.equal(part, whole[i])
 
 
@@ -154,7 +160,9 @@ def test_reads_nothing_behind_its_arrays(dim: int, page_size: int, dtype: torch.
     scene.table[0, :5] = [2, 0, 3, 1, len(scene.keys) - 1]  # ends with the pool's last page
     keys, values = (guarded(pool.nan_to_num(0.5)) for pool in (scene.keys, scene.values))
     table = guarded(torch.from_numpy(scene.table[:1, :5].copy())).numpy()
-    layout = StepLayout.build(table, np.zeros(1, np.int32), np.array([page_size * 5]), np.zeros(1), page_size)
+    layout = StepLayout.build(
+        table, np.zeros(1, np.int32), np.full(1, page_size * 5, np.int32), np.zeros(1, np.int32), page_size
+    )
     q = guarded(scene.queries)
     found = paged_attention(q, layout, keys, values, 0.1)
     close(found, reference.paged_attention(q, layout, keys, values, 0.1))

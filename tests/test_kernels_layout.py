@@ -43,7 +43,7 @@ def test_segments_outside_the_table_are_refused(row: int, length: int, start: in
 def test_malformed_arrays_are_refused() -> None:
     one = np.zeros(1, np.int32)
     with pytest.raises(ValueError, match="int32 matrix"):
-        StepLayout.build(TABLE.astype(np.int64), one, one, one, 4)  # type: ignore[arg-type]
+        StepLayout.build(TABLE.astype(np.int64), one, one, one, 4)
     with pytest.raises(ValueError, match="int32 matrix"):
         StepLayout.build(TABLE.T, one, one, one, 4)
     with pytest.raises(ValueError, match="one entry per segment"):

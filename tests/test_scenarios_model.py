@@ -15,7 +15,7 @@ import anyio
 import pytest
 import torch
 
-from asyncsched import Backend, Engine, Result, TokenStream
+from asyncsched import Backend, Engine, Result, StepFailedError, TokenStream
 from asyncsched.gpu.cpu_executor import CpuExecutor
 from asyncsched.gpu.models.decoder import Decoder
 from asyncsched.gpu.models.decoder_config import DecoderConfig
@@ -240,3 +240,60 @@ def test_a_chunk_without_tokens_has_no_stale_logprobs(model: Decoder) -> None:
             engine.resume()
 
     anyio.run(main)
+
+
+class FailingModel:
+    """A model whose forward pass raises in chosen calls."""
+
+    def __init__(self, model: Decoder, calls: set[int]) -> None:
+        self._model = model
+        self._calls = calls
+        self._count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        self._count += 1
+        if self._count in self._calls:
+            raise ArithmeticError("scripted")
+        return self._model.forward(*args)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+@pytest.mark.parametrize("failing", [1, 2, 3, 5])
+def test_a_step_that_raises_ends_its_requests_and_no_others(model: Decoder, depth: int, failing: int) -> None:
+    """vllm-project/vllm 5901, 2197: one exception in a step, and the engine was dead; here steps in flight go on."""
+    prompts = [tokens_for(index, 4 + 3 * index) for index in range(6)]
+
+    async def ask(engine: Engine, prompt: Sequence[int]) -> tuple[int, ...] | None:
+        try:
+            return (await engine.generate(prompt, max_tokens=8, temperature=0.0)).token_ids
+        except StepFailedError:
+            return None
+
+    async def run(calls: set[int]) -> list[tuple[int, ...] | None]:
+        found: list[tuple[int, ...] | None] = [None] * len(prompts)
+
+        async def one(index: int) -> None:
+            found[index] = await ask(engine, prompts[index])
+
+        async with running(FailingModel(model, calls), rows=4, depth=depth, token_budget=16, chunk_cap=6) as engine:  # type: ignore[arg-type]
+            async with anyio.create_task_group() as tasks:
+                for index in range(len(prompts)):
+                    tasks.start_soon(one, index)
+            assert [await ask(engine, prompt) for prompt in prompts] == right
+        return found
+
+    right: list[tuple[int, ...] | None] = []
+
+    async def serial() -> None:
+        async with running(model, depth=0) as engine:
+            right.extend([await ask(engine, prompt) for prompt in prompts])
+
+    anyio.run(serial)
+    got = anyio.run(run, {failing})
+    assert None in got, "the step that raised had requests in it"
+    assert [answer for answer in got if answer is not None] == [
+        r for r, answer in zip(right, got, strict=True) if answer is not None
+    ]

@@ -2,8 +2,8 @@
 
 Results must not depend on how a loop happens to be compiled, so no kernel uses ``fastmath``.
 Only entry points are kept in numba's cache on disk, with everything they call inside; the parts
-are compiled when an entry point is. The cache notices a change of the file that holds an entry
-point, not of the files it calls into: after editing :mod:`simd`, touch its users.
+are compiled when an entry point is. By itself the cache notices a change of the file that holds an
+entry point, but not of the files it calls into, so a digest of all of them is made part of its key.
 
 Arguments of compiled functions are annotated ``Any``: they are numba's types, and one function
 serves several of them.
@@ -12,7 +12,10 @@ serves several of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from hashlib import sha256
 from importlib import import_module
+from pathlib import Path
+from types import CellType, FunctionType
 from typing import Any, TypeVar
 
 from ...logs import get_logger
@@ -27,15 +30,28 @@ extending: Any = import_module("numba.extending")
 ir: Any = import_module("llvmlite.ir")
 llvm: Any = import_module("llvmlite.binding")
 
+_SOURCES = sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()
+
+
+def _with_sources(function: FunctionType) -> FunctionType:
+    """The function with the digest as one more closure variable: numba's cache compares their values."""
+    code = function.__code__
+    code = code.replace(co_freevars=(*code.co_freevars, "kernel_sources"))
+    closure = (*(function.__closure__ or ()), CellType(_SOURCES))
+    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    copy.__doc__, copy.__qualname__ = function.__doc__, function.__qualname__
+    return copy
+
 
 def kernel(function: F) -> F:
     """An entry point: callable from Python, releases the GIL, cached on disk per set of argument types.
 
     Where no folder for the cache can be written, the function is compiled anew in every process.
     """
+    assert isinstance(function, FunctionType)
     options = {"nogil": True, "error_model": "numpy"}
     try:
-        compiled: F = numba.njit(cache=True, **options)(function)
+        compiled: F = numba.njit(cache=True, **options)(_with_sources(function))
     except RuntimeError as error:
         get_logger("kernels").warning("no kernel cache", reason=str(error), hint="set NUMBA_CACHE_DIR to a writable folder")
         compiled = numba.njit(**options)(function)

@@ -92,7 +92,3 @@ class Weights(Protocol):
             WeightsError: it is missing or has another shape.
         """
         ...
-
-    def has(self, name: str) -> bool:
-        """True if ``tensor(name, …)`` can find it."""
-        ...
