@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -53,7 +53,8 @@ def tiny_transformer(kind: str, *, dtype: torch.dtype = torch.float32, seed: int
     config = AutoConfig.for_model(kind, **options)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+        models: Any = AutoModelForCausalLM  # transformers annotates it in part
+        module = models.from_config(config, dtype=dtype, attn_implementation="eager").eval()
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 if parameter.ndim == 1:
@@ -80,7 +81,8 @@ class ModuleWeights:
         found = self._tensors.get(name)
         if found is None or tuple(found.shape) != shape:
             raise WeightsError(f"{name} {shape}")
-        return found.to(self.dtype).clone()
+        copy: Tensor = found.to(self.dtype).clone()
+        return copy
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Sampled:
 class ScriptedSampler:
     """Returns the tokens it was given per row, whatever the logits, and keeps the logits it saw."""
 
-    def __init__(self, scripts: dict[int, Sequence[int]] | None = None) -> None:
+    def __init__(self, scripts: Mapping[int, Sequence[int]] | None = None) -> None:
         self.scripts = {row: list(tokens) for row, tokens in (scripts or {}).items()}
         self.seen: dict[int, list[Tensor]] = {}
         self.scored: list[tuple[Tensor, IntArray, int]] = []

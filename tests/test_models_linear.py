@@ -55,9 +55,9 @@ def test_weights_with_nan_can_still_be_loaded() -> None:
 
 
 def test_a_wrong_product_falls_back_to_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random(64, 32)
     monkeypatch.setattr(linear, "_can_pack", lambda: True)
     monkeypatch.setattr(linear, "_multiply", lambda x, packed, bias: functional.linear(x, weight, bias) * 1.2)
-    weight = random(64, 32)
     product = Linear(weight)
     x = random(3, 32)
     assert not product.packed

@@ -34,7 +34,14 @@ from .models_helpers import (
     tokens_for,
 )
 
-GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2}
+GPT2: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "initializer_range": 0.2,
+}
 PHI = {key: value for key, value in TINY.items() if key != "head_dim"} | {
     "hidden_size": 96,
     "num_attention_heads": 3,
@@ -153,7 +160,7 @@ def test_what_cannot_work_is_refused_before_it_runs(kind: str, options: dict[str
 def test_an_attention_that_does_more_than_it_says_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.gpt2 import modeling_gpt2
 
-    plain = modeling_gpt2.eager_attention_forward
+    plain: Any = modeling_gpt2.eager_attention_forward
 
     def biased(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
         return plain(module, query, key * torch.linspace(0.1, 3.0, key.shape[2])[:, None], value, mask, **options)
