@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,14 @@ def test_every_chunk_runs_once(fork: int, workers: int, chunks: int) -> None:
         assert (marks % 1000 < workers).all()
 
 
+@pytest.mark.skipif(
+    not torch.backends.openmp.is_available(),  # type: ignore[no-untyped-call]  # torch is typed in part
+    reason="torch was built without OpenMP",
+)
+def test_the_pool_is_found() -> None:
+    assert FORK != 0
+
+
 def test_a_team_is_as_large_as_torch_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads.team(99, 100) == (0, 1)
     monkeypatch.setattr(threads, "FORK", 12345)
@@ -141,6 +150,21 @@ def test_kernels_leave_torch_its_threads() -> None:
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def _triple(x: int) -> int:
+    return 3 * x
+
+
+def test_cached_code_is_used_only_with_the_sources_it_was_made_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    hits = []
+    for sources in ("first", "first", "second", "first"):
+        monkeypatch.setattr(_jit, "_SOURCES", sources)
+        compiled: Any = kernel(_triple)
+        assert compiled(5) == 15
+        hits.append(sum(compiled.stats.cache_hits.values()))
+    assert hits == [0, 1, 0, 1]
 
 
 def test_a_kernel_without_a_place_for_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
