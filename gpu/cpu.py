@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..backend import Backend
 from ..config import EngineConfig
 from ..contract import ExecutorLimits
@@ -9,7 +11,7 @@ from .cpu_executor import CpuExecutor
 from .loading import open_checkpoint
 from .models.registry import build_model
 from .pool import available_memory, page_bytes, pool_pages
-from .sampler import Sampler
+from .sampler import Sampler, warm_up_sampling
 
 
 def load(config: EngineConfig) -> Backend:
@@ -29,6 +31,7 @@ def load(config: EngineConfig) -> Backend:
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
         )
-        executor = CpuExecutor(model, Sampler(limits.max_rows, limits.vocab_size), limits)
+        warm_up = partial(warm_up_sampling, limits.vocab_size, model.dtype)
+        executor = CpuExecutor(model, Sampler(limits.max_rows, limits.vocab_size), limits, meanwhile=warm_up)
         executor.warm_up()
         return Backend(executor, checkpoint.tokenizer, checkpoint.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from threading import Thread
 from typing import Protocol
 
 import numpy as np
@@ -71,12 +72,16 @@ class CpuExecutor:
         model: Computes packed steps.
         sampler: Chooses tokens.
         limits: Rows, pages and lengths; the pools are allocated here.
+        meanwhile: Called once in a thread of its own when the executor starts, to make ready what the
+            first request may not need yet; ``close`` waits for it.
 
     Raises:
         NotEnoughMemoryError: the pools cannot be allocated.
     """
 
-    def __init__(self, model: CausalModel, sampler: RowSampler, limits: ExecutorLimits) -> None:
+    def __init__(
+        self, model: CausalModel, sampler: RowSampler, limits: ExecutorLimits, meanwhile: Callable[[], None] | None = None
+    ) -> None:
         self._limits = limits
         self._model: CausalModel | None = model
         self._sampler = sampler
@@ -84,6 +89,7 @@ class CpuExecutor:
         self._state = DeviceState(limits)
         self._pools: list[KVPool] = allocate_pools(model.cache_shapes, limits.pages, limits.page_size, model.dtype)
         self._thread: ComputeThread | None = None
+        self._meanwhile = None if meanwhile is None else Thread(target=meanwhile, name="asyncsched-warm-up", daemon=True)
         self._closed = False
 
     @property
@@ -100,6 +106,8 @@ class CpuExecutor:
         if self._closed or self._thread is not None:
             raise EngineClosedError("this executor was started or closed before; load a new one")
         self._thread = ComputeThread(self.run, deliver, "asyncsched-cpu")
+        if self._meanwhile is not None:
+            self._meanwhile.start()
 
     def submit(self, plan: StepPlan) -> None:
         """Queue one plan and return at once. Loop thread only.
@@ -116,15 +124,19 @@ class CpuExecutor:
         self._closed = True
         if self._thread is not None:
             self._thread.close()
+            if self._meanwhile is not None:
+                self._meanwhile.join()
         self._pools = []
         self._model = None
 
     def warm_up(self) -> None:
-        """Run a prefill and a decode step, so that no request waits for kernels to be compiled. Before ``start`` only."""
+        """Run a greedy prefill and decode step, so that no request waits for these kernels to be compiled.
+
+        Before ``start`` only.
+        """
         page = np.zeros(1, np.int32)
         prompt = np.zeros(min(2, self._limits.page_size), np.int32)
-        drawn = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
-        join = RowJoin(row=0, number=0, pages=page, cached=0, params=drawn, seed=0)
+        join = RowJoin(row=0, number=0, pages=page, cached=0, params=SamplingParams(temperature=0.0), seed=0)
         plans = [StepPlan(0, joins=(join,), prefill=(PrefillChunk(0, 0, prompt, True),))]
         if self._limits.page_size > prompt.size and self._limits.max_model_len > prompt.size:
             plans.append(StepPlan(0, decode=True))

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..contract import IntArray, RowJoin, TokenLogprobs
-from ..sampling_params import MAX_LOGPROBS
+from ..contract import EMPTY_INTS, IntArray, RowJoin, TokenLogprobs
+from ..sampling_params import MAX_LOGPROBS, SamplingParams
 from .kernels.logits import ALL_MASKED, BLOCK, HAS_INFINITY, HAS_NAN, NOTHING_FINITE, OK, Bits
 from .kernels.sampling import Report, Scratch, argmax_rows, report_rows, sample_rows
 from .kernels.threads import team
@@ -188,6 +188,19 @@ class Sampler:
                 np.empty(padded, np.float32),
             )
         return self._scratch
+
+
+def warm_up_sampling(vocab_size: int, dtype: torch.dtype) -> None:
+    """Compile, or load from the cache, what drawing a token needs beyond taking the likeliest one. Any thread.
+
+    On a machine that has never run it this takes several seconds, which greedy requests need not wait for.
+    """
+    sampler = Sampler(1, vocab_size)
+    params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
+    sampler.join(RowJoin(row=0, number=0, pages=EMPTY_INTS, cached=0, params=params, seed=0))
+    logits = torch.zeros(1, vocab_size, dtype=dtype)
+    sampler.sample(logits, np.zeros(1, np.int32))
+    sampler.prompt_logprobs(logits, np.zeros(1, np.int32), 1)
 
 
 def _new_report(n: int, k: int) -> Report:

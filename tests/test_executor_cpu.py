@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from asyncsched.gpu.kernels.layout import StepLayout
 from asyncsched.gpu.models.base import KVPool
 from asyncsched.gpu.models.decoder import Decoder
 from asyncsched.gpu.models.decoder_config import DecoderConfig
+from asyncsched.gpu.sampler import warm_up_sampling
 from asyncsched.sampling_params import SamplingParams
 
 from .models_helpers import (
@@ -215,6 +218,33 @@ def test_warm_up_leaves_nothing_behind() -> None:
     results = drive(executor, [StepPlan(1, joins=(join(0, [0]),), prefill=(chunk(0, 0, prompt),), decode=True)])
     assert results[0].rows.tolist() == [0]
     assert results[0].tokens.tolist() == greedy(prompt, 1)
+
+
+def test_what_runs_meanwhile_is_joined_on_close() -> None:
+    model = decoder()
+    begun, go, done = Event(), Event(), []
+
+    def meanwhile() -> None:
+        begun.set()
+        go.wait()
+        done.append(True)
+
+    executor = CpuExecutor(model, ScriptedSampler(), limits_for(model), meanwhile=meanwhile)
+    executor.start(lambda result: None)
+    begun.wait()
+    closing = Thread(target=executor.close)
+    closing.start()
+    assert not done
+    go.set()
+    closing.join()
+    assert done == [True]
+
+
+def test_warming_up_the_sampler_changes_no_other() -> None:
+    before = set(threading.enumerate())
+    warm_up_sampling(100, torch.float32)
+    warm_up_sampling(100, torch.bfloat16)
+    assert set(threading.enumerate()) == before
 
 
 def test_life_cycle() -> None:
