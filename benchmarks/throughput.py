@@ -48,7 +48,7 @@ async def main(options: argparse.Namespace) -> None:
     async with asyncsched.Engine(
         options.model, dtype=options.dtype, max_rows=64, max_model_len=2048, depth=options.depth
     ) as engine:
-        await engine.generate([1, 2, 3], max_tokens=1)
+        await engine.generate([1, 2, 3], max_tokens=1, temperature=0)
         ready = time.perf_counter()
         emit(
             {
