@@ -1,9 +1,10 @@
 """Cost of the control plane alone: planning and finishing per decode step, with an executor that answers at once.
 
-Usage: python -m benchmarks.control_plane [--batch 64 256 1024] [--steps 400] [--json]
+Usage: python -m benchmarks.control_plane [--batch 64 256 1024] [--steps 400] [--depth 2] [--json]
 
 The whole engine runs (tasks, bridge, event loop); only the model is missing. Prompts are computed
-first; timed are pure decode steps with all requests running and nobody reading tokens.
+first; timed are pure decode steps with all requests running and nobody reading tokens. The last line
+is the prefix tree alone: matching and inserting prompts of 1,024 tokens, the first half of them shared.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import time
 from typing import Any
 
 import anyio
+import numpy as np
 
 import asyncsched
+from asyncsched.radix import RadixTree
 from asyncsched.testing import InstantExecutor
 
 PROMPT = 256
@@ -65,6 +68,30 @@ async def measure(batch: int, steps: int, depth: int) -> dict[str, Any]:
     }
 
 
+def measure_tree(page_size: int = 16, prompts: int = 2000) -> dict[str, Any]:
+    """Median microseconds to match and to insert a prompt whose first half is cached."""
+    rng = np.random.default_rng(0)
+    tree = RadixTree(page_size, lambda node: (node.last_used, -node.depth))
+    shared = rng.integers(0, 50_000, 512).astype(np.int32)
+    matching, inserting = [], []
+    for step in range(prompts):
+        tokens = np.concatenate([shared, rng.integers(0, 50_000, 512).astype(np.int32)]).tobytes()
+        pages = np.arange(1024 // page_size, dtype=np.int32)
+        started = time.perf_counter()
+        node, found = tree.match("", tokens, step)
+        matched = time.perf_counter()
+        tree.extend(node, tokens[len(found) * page_size * 4 :], pages[len(found) :], step)
+        inserted = time.perf_counter()
+        matching.append(matched - started)
+        inserting.append(inserted - matched)
+    return {
+        "engine": "asyncsched",
+        "prefix_tree": "1024 tokens, half shared",
+        "match_us": round(statistics.median(matching) * 1e6, 2),
+        "insert_us": round(statistics.median(inserting) * 1e6, 2),
+    }
+
+
 def main() -> None:
     """Parse the command line and print one line per batch size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -79,6 +106,9 @@ def main() -> None:
             print(json.dumps(result), flush=True)
         else:
             print("batch {batch:5d}: {us_per_step:8} µs per step, {us_per_request_step:7} µs per request-step".format(**result))
+
+    tree = measure_tree()
+    print(json.dumps(tree) if options.json else "prefix tree: match {match_us} µs, insert {insert_us} µs".format(**tree))
 
 
 if __name__ == "__main__":
