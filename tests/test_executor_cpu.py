@@ -240,11 +240,11 @@ def test_what_runs_meanwhile_is_joined_on_close() -> None:
     assert done == [True]
 
 
-def test_warming_up_the_sampler_changes_no_other() -> None:
+def test_warming_up_the_sampler_leaves_no_thread_behind() -> None:
     before = set(threading.enumerate())
     warm_up_sampling(100, torch.float32)
     warm_up_sampling(100, torch.bfloat16)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before, "threads of other tests may have ended meanwhile"
 
 
 def test_life_cycle() -> None:
