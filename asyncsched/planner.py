@@ -211,7 +211,6 @@ class Planner:
         last = end == len(request.fill)
         sample = last and request.max_new > 0
         planned.append(PlannedChunk(request, request.lease, size, last, sample))
-        state.counters.computed_prompt_tokens += size
         if last:
             del state.prefilling[request.number]
         return PrefillChunk(row, start, request.fill[start:end], sample)

@@ -123,7 +123,7 @@ def usage_of(submission: Submission) -> Usage:
     requests = submission.requests
     return Usage(
         prompt_tokens=len(requests[0].prompt) if requests else 0,
-        cached_tokens=max((request.cached for request in requests[:1]), default=0),
+        cached_tokens=requests[0].cached if requests else 0,
         completion_tokens=sum(request.received for request in requests),
     )
 

@@ -89,7 +89,6 @@ class Counters:
     rejected: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    computed_prompt_tokens: int = 0
     generated_tokens: int = 0
     dropped_tokens: int = 0
     evicted_pages: int = 0

@@ -8,10 +8,9 @@ from queue import SimpleQueue
 from threading import Thread, current_thread
 from typing import Final
 
-import structlog
-
 from ..contract import EMPTY_INTS, StepPlan, StepResult
 from ..errors import EngineClosedError, EngineError
+from ..logs import get_logger
 
 _STOP: Final = None
 
@@ -77,7 +76,7 @@ class ComputeThread:
             except Exception:
                 # The receiver is broken or gone (its event loop was closed, say). Dying here would leave the
                 # plans behind this one without an answer, so report and go on.
-                structlog.get_logger(__name__).exception("step result could not be delivered", step=step)
+                get_logger("compute thread").exception("step result could not be delivered", step=step)
             del result  # an idle thread must not keep the last step's arrays (or its traceback) alive
 
     def _answer(self, plan: StepPlan) -> StepResult:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import structlog
 from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from ...errors import ModelError, UnsupportedModelError
+from ...logs import get_logger
 from .chat import DEFAULT, ChatTemplate
 from .gguf_config import generation_config
 from .gguf_header import GGUFHeader
@@ -87,7 +87,7 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], types: list[int]) -
     family = _family(metadata)
     if family is None:
         name = metadata["tokenizer.ggml.pre"]
-        structlog.get_logger(__name__).warning("unknown pre-tokenizer: text is cut as for GPT-2", pre=name)
+        get_logger("loading").warning("unknown pre-tokenizer: text is cut as for GPT-2", pre=name)
     merges = [_pair(merge) for merge in metadata["tokenizer.ggml.merges"]]
     model = BPE(vocab=_vocabulary(tokens, types), merges=merges, ignore_merges=family in _WHOLE_WORDS)
     library = Tokenizer(model)

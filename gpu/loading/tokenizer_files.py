@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from ...errors import ModelError
+from ...logs import get_logger
 from .chat import DEFAULT, ChatTemplate
 from .json_files import read_json_if_present
 from .tokenizer import HFTokenizer
@@ -25,9 +24,7 @@ def folder_tokenizer(folder: Path, config: Mapping[str, Any], generation_config:
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
-        structlog.get_logger(__name__).warning(
-            "no tokenizer.json: the engine takes and yields token ids only", folder=str(folder)
-        )
+        get_logger("loading").warning("no tokenizer.json: the engine takes and yields token ids only", folder=str(folder))
         return None
     from tokenizers import Tokenizer
 
