@@ -48,8 +48,15 @@ class EngineConfig:
         when_full: ``"refuse"`` raises ``QueueFullError``; ``"wait"`` holds the request outside.
 
     Policies (names, dotted paths, ``{"name": …, option: …}``, or instances):
-        policy, eviction_policy, admission_policy.
-        strict_policies: Raise on a policy's mistake instead of falling back to arrival order.
+        policy: Who runs next.
+        budget_policy: How much prefill goes into a step; ``None`` asks ``policy``, if it has an opinion.
+        preemption_policy: Who gives up its row; ``None`` asks ``policy``, if it has an opinion.
+        eviction_policy: Which cached prefix goes first.
+        admission_policy: Who may enter; ``None`` lets everybody in.
+        strict_policies: Raise on a policy's mistake instead of doing without it.
+        policy_allowance: Seconds that one call of a policy may take.
+        cost_model: Predicts step times for policies: a ``CostModel``, or the path of a file written by
+            ``asyncsched fit-cost-model``; ``None`` fits one to the running engine if a policy asks.
 
     Eviction:
         low_watermark, high_watermark: When less than ``low`` of the pool is free, evict until
@@ -88,9 +95,13 @@ class EngineConfig:
     when_full: Literal["refuse", "wait"] = "refuse"
 
     policy: Any = "fcfs"
+    budget_policy: Any = None
+    preemption_policy: Any = None
     eviction_policy: Any = "lru"
     admission_policy: Any = None
     strict_policies: bool = False
+    policy_allowance: float = 0.05
+    cost_model: Any = None
 
     low_watermark: float = 0.02
     high_watermark: float = 0.05
@@ -128,7 +139,7 @@ class EngineConfig:
             raise ConfigError(f"pool_fraction={self.pool_fraction} is not in (0, 1]")
         if not 0.0 <= self.low_watermark <= self.high_watermark < 1.0:
             raise ConfigError("watermarks must satisfy 0 <= low <= high < 1")
-        for name in ("queue_timeout", "request_timeout", "slow_step_seconds", "close_timeout"):
+        for name in ("queue_timeout", "request_timeout", "slow_step_seconds", "close_timeout", "policy_allowance"):
             seconds = getattr(self, name)
             if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
                 raise ConfigError(f"{name}={seconds!r} must be a positive number of seconds")

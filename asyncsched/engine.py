@@ -14,10 +14,11 @@ import anyio.to_thread
 from .backend import Backend, load_backend
 from .config import EngineConfig
 from .contract import ExecutorLimits
+from .cost_files import load_cost_model
 from .errors import ConfigError, EngineClosedError, EngineError, InvalidParamsError
 from .events import EventStream
 from .health import Health
-from .policy_host import PolicyHost
+from .policy_set import HOOKS, PolicySet
 from .request import RequestOptions
 from .results import Result
 from .run import Run
@@ -28,6 +29,9 @@ from .tokenizer import Message, Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or chat messages."""
+
+KEEP: Any = object()
+"""Stands for an argument that was left out."""
 
 _OPTION_NAMES = tuple(f.name for f in fields(RequestOptions))
 
@@ -85,13 +89,14 @@ class Engine:
             raise EngineError("the backend given to this engine was closed with it; make a new Engine")
         self._starting = True
         try:
-            policies = await anyio.to_thread.run_sync(PolicyHost, self.config)
+            policies = await anyio.to_thread.run_sync(PolicySet.load, {kind: getattr(self.config, kind) for kind in HOOKS})
+            cost_model = await anyio.to_thread.run_sync(load_cost_model, self.config.cost_model)
             backend = self._given
             if backend is None:
                 backend = await _Loading(self.config).backend()
             self._used_backend = True
             try:
-                run = Run(self.config, backend, policies)
+                run = Run(self.config, backend, policies, cost_model)
                 await run.start()
             except BaseException:
                 with anyio.CancelScope(shield=True):
@@ -244,6 +249,30 @@ class Engine:
         """Forget every cached prefix that no running request uses; returns how many pages that freed."""
         run = self._running()
         return run.placement.evict(run.state.tree.evictable)
+
+    async def set_policy(self, policy: Any = KEEP, **policies: Any) -> None:
+        """Swap policies while the engine runs, between two steps, with nothing lost.
+
+        The new policy is told of every live request (``on_submit``) before it is asked anything. If it
+        cannot be loaded nothing changes.
+
+        Args:
+            policy: The scheduling policy: name, options, class or instance. Left out, it stays.
+            **policies: The same for ``budget_policy``, ``preemption_policy``, ``eviction_policy`` and
+                ``admission_policy``; ``None`` does without (not for ``eviction_policy``).
+
+        Raises:
+            PolicyError: a policy cannot be loaded.
+            ConfigError: there is no such kind of policy, or the engine cannot do without it.
+        """
+        run = self._running()
+        unknown = set(policies) - set(HOOKS)
+        if unknown:
+            raise ConfigError(f"unknown kind of policy {min(unknown)!r}: use {', '.join(HOOKS)}")
+        specs = policies if policy is KEEP else {"policy": policy, **policies}
+        loaded = await anyio.to_thread.run_sync(PolicySet.load, specs, run.policies.policies)
+        if self._run is run and not run.over:
+            run.use_policies(loaded)
 
     # Looking at it
 

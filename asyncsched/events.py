@@ -54,15 +54,25 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class StepCompleted:
-    """A step came back. ``launched_at`` and ``completed_at`` are the device's stamps (``time.monotonic``)."""
+    """A step came back. ``launched_at`` and ``completed_at`` are the device's stamps (``time.monotonic``).
+
+    ``context_tokens`` is what its decoding rows attended to, summed; ``prefill`` has ``(start, size)`` of
+    each prompt chunk.
+    """
 
     at: float
     step: int
     decode_rows: int
-    prefill_tokens: int
+    context_tokens: int
+    prefill: tuple[tuple[int, int], ...]
     launched_at: float
     completed_at: float
     failed: bool
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens, summed over the chunks."""
+        return sum(size for _, size in self.prefill)
 
 
 Event = Submitted | Admitted | Preempted | Finished | StepCompleted

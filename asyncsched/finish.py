@@ -17,7 +17,6 @@ from .errors import EngineDeadError, EngineError, RequestFailedError, StepFailed
 from .events import StepCompleted
 from .logs import get_logger
 from .planner import Planner
-from .policy import StepReport
 from .request import Request
 from .rows import WINDOW
 from .state import ControlState, InFlight
@@ -101,8 +100,8 @@ class Finisher:
                 state.release(request, "length")
         if len(rows):
             self._deliver(rows, tokens, result)
-        if record.served is not None:
-            state.policies.on_step(StepReport(record.step, record.served))
+        if record.service is not None:
+            state.policies.on_step(record.service.report(record.step, result.completed_at - result.launched_at))
 
     def _deliver(self, rows: IntArray, tokens: IntArray, result: StepResult) -> None:
         state, table = self._state, self._state.rows
@@ -186,13 +185,16 @@ class Finisher:
             counters.overlapped_steps += 1
             counters.device_idle += max(0.0, result.launched_at - self._last_completed_at)
         self._last_completed_at = result.completed_at
+        if result.error is None and state.costs.learning is not None:
+            state.costs.learning.observe(record.work, result.completed_at - result.launched_at)
         if result.completed_at - result.launched_at > self._slow:
             counters.slow_steps += 1
             self._log.warning("slow_step", step=result.step, seconds=round(result.completed_at - result.launched_at, 3))
         if state.events.listeners:
             state.events.emit(
                 StepCompleted(
-                    state.clock(), result.step, record.decode_rows, record.prefill_tokens, result.launched_at,
-                    result.completed_at, result.error is not None,
+                    state.clock(), result.step, record.decode_rows, record.context_tokens,
+                    tuple((chunk.start, chunk.size) for chunk in record.chunks), result.launched_at, result.completed_at,
+                    result.error is not None,
                 )
             )  # fmt: skip

@@ -7,6 +7,7 @@ import numpy as np
 from .config import EngineConfig
 from .contract import EMPTY_INTS, NO_PAGES, IntArray, PageAppends, RowJoin
 from .policy import EngineView
+from .prefix import Node
 from .request import Request
 from .reserve import ReserveEstimate
 from .state import ControlState
@@ -37,6 +38,11 @@ class Placement:
         reusable = self._reusable(request)
         return self._state.tree.peek(request.namespace, reusable) if reusable else 0
 
+    def cached_path(self, request: Request) -> list[Node]:
+        """The nodes of the tree that the request's fill would hit now, from the root on."""
+        reusable = self._reusable(request)
+        return self._state.tree.path(request.namespace, reusable) if reusable else []
+
     def admit(self, request: Request, step: int) -> RowJoin | None:
         """Give a waiting request a row, its cached prefix and its pages, or ``None`` if it must wait.
 
@@ -44,17 +50,12 @@ class Placement:
         """
         state = self._state
         tree, pool, size = state.tree, state.pool, state.limits.page_size
-        total, spare = self.pages_needed(request), 0
-        if not self._full:
-            most, total = total, min(total, -(-(len(request.fill) + 1) // size))
-            spare = min(self._growth(request.max_new - len(request.output)), most - total) + self._running_growth()
-        reusable = self._reusable(request)
-        cached = tree.peek(request.namespace, reusable) if reusable else 0
+        total, spare, reusable, cached = self._needs(request)
         if not self._obtainable(total - cached // size, spare):
             return None
         pages: IntArray = EMPTY_INTS
         if request.shareable:
-            node, pages = tree.match(request.namespace, reusable, step)
+            node, pages = tree.match(request.namespace, reusable, step, request.use(state.clock()))
             tree.lock(node)
             # Its own prefix no longer counts as evictable. Nothing is evicted for it before this is known.
             if not self._obtainable(total - len(pages), spare) or not self.make_room(total - len(pages)):
@@ -82,6 +83,41 @@ class Placement:
             generated=len(request.output),
             history=request.fill if request.params.counts_tokens else EMPTY_INTS,
         )
+
+    def _needs(self, request: Request) -> tuple[int, int, bytes, int]:
+        """Pages to give a waiting request, and to keep for growth; what it may reuse, and how much of that is cached."""
+        size = self._state.limits.page_size
+        total, spare = self.pages_needed(request), 0
+        if not self._full:
+            most, total = total, min(total, -(-(len(request.fill) + 1) // size))
+            spare = min(self._growth(request.max_new - len(request.output)), most - total) + self._running_growth()
+        reusable = self._reusable(request)
+        return total, spare, reusable, self._state.tree.peek(request.namespace, reusable) if reusable else 0
+
+    def make_way(self, request: Request) -> None:
+        """Preempt whom the policy names, if a waiting request does not fit and would then.
+
+        It is admitted when the steps in flight have completed; until then what was given up counts as free.
+        """
+        state = self._state
+        rows, size = state.rows, state.limits.page_size
+        if rows.free + rows.limbo and self._fits(request):
+            return
+        running = state.running()
+        named = state.policies.preempt_for(request, running, self.view)
+        victims = [victim for victim in named if victim.preemptions < self._protect_after]
+        total, spare, _, cached = self._needs(request)
+        spoils = sum(len(victim.pages) for victim in victims)  # at most: some of them may have further users
+        if not victims or not self._obtainable(total - cached // size - spoils, spare):
+            return
+        for victim in victims:
+            state.preempt(victim)
+            if self._fits(request):
+                return
+
+    def _fits(self, request: Request) -> bool:
+        total, spare, _, cached = self._needs(request)
+        return self._obtainable(total - cached // self._state.limits.page_size, spare)
 
     def grow(self, decode: IntArray) -> PageAppends | None:
         """Pages for the rows of a decode step that have none left, or ``None`` if the step must wait for them.
@@ -128,6 +164,8 @@ class Placement:
         """Drop up to ``count`` pages of unused prefixes; returns how many went to the pool."""
         state = self._state
         freed = 0
+        if state.policies.begin_eviction(self.view):
+            state.tree.requeue()
         for pages in state.tree.evict(count):
             state.pool.release(pages, state.submitted)
             freed += len(pages)

@@ -5,14 +5,18 @@ This is the one place where work crosses to the compute thread.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
+
 import numpy as np
 
 from .config import EngineConfig
 from .contract import EMPTY_INTS, Executor, IntArray, PrefillChunk, RowJoin, StepPlan
 from .errors import RequestTooLargeError
 from .placement import Placement
-from .policy import EngineView
+from .policy import EngineView, PrefillBudget
 from .request import Request
+from .service import StepService, output_by_tenant
 from .state import ControlState, InFlight, PlannedChunk
 from .wakeup import Signal
 
@@ -77,6 +81,7 @@ class Planner:
         """The next plan, or ``None`` if nothing is runnable."""
         state = self._state
         rows = state.rows
+        order = self._make_way()
         pages = self._placement.grow(rows.decode_rows())
         if pages is None:
             self.blocked = "pages"
@@ -93,7 +98,8 @@ class Planner:
         planned: list[PlannedChunk] = []
         self.blocked = ""
         if state.prefilling or state.waiting:
-            self._prefill(step, joins, chunks, planned)
+            if not self._prefill(step, order, joins, chunks, planned):
+                decode = EMPTY_INTS
             if not chunks and not len(decode) and not state.in_flight:
                 self._unblock(step, joins, chunks, planned)
         if not chunks and not len(decode):
@@ -111,22 +117,70 @@ class Planner:
         for request in sampled:
             self._begin_decode(request)
         all_rows = np.concatenate([decode, np.array([request.row for request in sampled], np.int32)]) if sampled else decode
-        served = self._served(decode, planned) if state.policies.wants_steps else None
+        service = self._service(all_rows, planned) if state.policies.wants_steps else None
+        context = int(rows.length[decode].sum()) if len(decode) else 0
         state.in_flight.append(
-            InFlight(step, all_rows, rows.lease[all_rows], len(decode), planned, state.clock(), state.outstanding > 0, served)
+            InFlight(
+                step,
+                all_rows,
+                rows.lease[all_rows],
+                len(decode),
+                context,
+                planned,
+                state.clock(),
+                state.outstanding > 0,
+                service,
+            )
         )
         state.submitted = step
         return StepPlan(step, tuple(joins), leaves, pages, tuple(chunks), decode=bool(len(decode)))
 
-    def _prefill(self, step: int, joins: list[RowJoin], chunks: list[PrefillChunk], planned: list[PlannedChunk]) -> None:
-        """Fill the token budget with chunks: prompts begun earlier first, then waiting requests in policy order."""
+    def _make_way(self) -> Iterator[Request] | None:
+        """Ask the policy whether the first waiting request may take the place of running ones, if it does not fit.
+
+        Returns the waiting requests in the policy's order, if it was asked for it.
+        """
+        state = self._state
+        if not state.policies.makes_way or state.mode != "running" or not state.waiting:
+            return None
+        order = state.policies.order(state.waiting, self._view)
+        first = next(order, None)
+        if first is None:
+            return order
+        self._placement.make_way(first)
+        return chain([first], order)
+
+    def _prefill(
+        self,
+        step: int,
+        order: Iterator[Request] | None,
+        joins: list[RowJoin],
+        chunks: list[PrefillChunk],
+        planned: list[PlannedChunk],
+    ) -> bool:
+        """Fill the token budget with chunks: prompts begun earlier first, then waiting requests in policy order.
+
+        Returns false if the policy wants these chunks computed without the rows that decode.
+        """
+        state = self._state
+        budget = state.policies.budget(self._view, self._budget, self._chunk_cap, len(state.rows.decode_rows()))
+        self._fill(budget, step, order, joins, chunks, planned)
+        return budget.decode or not chunks
+
+    def _fill(
+        self,
+        budget: PrefillBudget,
+        step: int,
+        order: Iterator[Request] | None,
+        joins: list[RowJoin],
+        chunks: list[PrefillChunk],
+        planned: list[PlannedChunk],
+    ) -> None:
         state = self._state
         self.blocked = "token budget"
-        room = self._budget - len(state.rows.decode_rows())
-        if room <= 0:
-            return
-        budget = state.policies.budget(self._view, room, self._chunk_cap)
         left = budget.tokens
+        if left <= 0:
+            return
         for request in list(state.prefilling.values()):
             size = self._chunk_size(len(request.fill) - request.computed, left, budget.chunk, first=not chunks)
             if not size:
@@ -137,10 +191,12 @@ class Planner:
         if not waiting or not state.rows.free:
             self.blocked = "rows" if waiting else "paused"
             return
-        for request in state.policies.order(waiting, self._view):
+        for request in order or state.policies.order(waiting, self._view):
             if left <= 0 or not state.rows.free:
                 self.blocked = "token budget" if left <= 0 else "rows"
                 return
+            if request.number not in waiting:
+                continue  # it left the waiting set since the policy was asked
             size = self._admit(request, left, budget.chunk, step, joins, first=not chunks)
             if not size:
                 return  # it does not fit now; going past it would let small requests starve large ones
@@ -210,7 +266,7 @@ class Planner:
             request.page_since = step
         last = end == len(request.fill)
         sample = last and request.max_new > 0
-        planned.append(PlannedChunk(request, request.lease, size, last, sample))
+        planned.append(PlannedChunk(request, request.lease, start, size, last, sample))
         if last:
             del state.prefilling[request.number]
         return PrefillChunk(row, start, request.fill[start:end], sample)
@@ -225,10 +281,12 @@ class Planner:
         else:
             self._state.leave_device(row)
 
-    def _served(self, decode: IntArray, planned: list[PlannedChunk]) -> dict[int, int]:
-        """Tokens per request number in this step."""
-        by_row = self._state.by_row
-        served = {request.number: 1 for row in decode.tolist() if (request := by_row[row]) is not None}
+    def _service(self, sampled: IntArray, planned: list[PlannedChunk]) -> StepService:
+        """Whom this step serves: one output token per row of ``sampled``, and the chunks."""
+        rows = self._state.rows
+        prompt: dict[str, int] = {}
         for chunk in planned:
-            served[chunk.request.number] = chunk.size
-        return served
+            tenant = chunk.request.submission.options.tenant
+            prompt[tenant] = prompt.get(tenant, 0) + chunk.size
+        output = output_by_tenant(rows.tenant[sampled], self._state.tenants)
+        return StepService(rows.number[sampled], output, {chunk.request.number: chunk.size for chunk in planned}, prompt)

@@ -2,84 +2,118 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from .errors import InvalidDecisionError
-from .logs import get_logger
 from .policy import EngineView, PrefillBudget, StepReport
+from .policy_guard import Guard
 
 if TYPE_CHECKING:
-    from .config import EngineConfig
-    from .radix import Node
+    from .policy_set import PolicySet
+    from .prefix import Node
     from .request import Request
-
-from .registry import load_policy
 
 
 class PolicyHost:
-    """The three policies of an engine behind one guard. Loop thread only.
+    """The policies of an engine behind one guard. Loop thread only.
 
     A hook that raises or answers outside its contract counts as a fault; the engine then does what
-    it would do without the policy (arrival order, the whole budget, least recently used), or, with
-    ``strict``, passes the error on.
+    it would do without the policy (arrival order, the whole budget, latest admitted first, least
+    recently used), or, with ``strict``, passes the error on.
 
-    Attributes:
-        faults: Mistakes so far, by hook.
+    Args:
+        policies: The policies to begin with.
+        guard: Counts their mistakes.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.strict = config.strict_policies
-        self.faults: dict[str, int] = {}
-        self._log = get_logger("policy")
-        self.scheduling = load_policy(config.policy, "order")
-        self.eviction = load_policy(config.eviction_policy, "key")
-        self.admission = None if config.admission_policy is None else load_policy(config.admission_policy, "admit")
-        self._budget: Callable[[EngineView], PrefillBudget] | None = getattr(self.scheduling, "budget", None)
-        self._victims: Callable[[Any, int, EngineView], Iterable[Any]] | None = getattr(self.scheduling, "victims", None)
-        self._on_submit: Callable[[Any], None] | None = getattr(self.scheduling, "on_submit", None)
-        self._on_step: Callable[[StepReport], None] | None = getattr(self.scheduling, "on_step", None)
-        self._on_finish: Callable[[Any], None] | None = getattr(self.scheduling, "on_finish", None)
+    def __init__(self, policies: PolicySet, guard: Guard) -> None:
+        self.guard = guard
+        self.use(policies)
+
+    def use(self, policies: PolicySet) -> None:
+        """Ask these policies from now on."""
+        self.policies = policies
+        self._order = policies.policy.order
+        self._budget = policies.hook("budget", "budget_policy", "policy")
+        self._victims = policies.hook("victims", "preemption_policy", "policy")
+        self._preempt_for = policies.hook("preempt_for", "policy")
+        self._key = policies.eviction_policy.key
+        self._begin = policies.hook("begin", "eviction_policy")
+        self._on_evict = policies.hook("on_evict", "eviction_policy")
+        self._admit = policies.hook("admit", "admission_policy")
+        members = list(policies.members())
+
+        def having(hook: str) -> list[Callable[..., Any]]:
+            return [getattr(policy, hook) for policy in members if getattr(policy, hook, None) is not None]
+
+        self._annotate = having("annotate")
+        self.background = [policy for policy in members if getattr(policy, "run", None) is not None]
+        self._on_submit, self._on_step, self._on_finish = having("on_submit"), having("on_step"), having("on_finish")
+        self.wants_steps = bool(self._on_step)
+        self.makes_way = self._preempt_for is not None
+        self.annotates = bool(self._annotate)
 
     @property
-    def wants_steps(self) -> bool:
-        """True if the scheduling policy listens to step reports."""
-        return self._on_step is not None
+    def faults(self) -> dict[str, int]:
+        """Mistakes so far, by hook."""
+        return self.guard.faults
 
     def order(self, waiting: dict[int, Request], view: EngineView) -> Iterator[Request]:
         """The waiting requests in the policy's order, pulled lazily; arrival order after a fault."""
         requests = list(waiting.values())
-        by_view = {id(request.view): request for request in requests}
         seen: set[int] = set()
-        try:
-            answer: Iterable[Any] = self.scheduling.order([request.view for request in requests], view)
-            for chosen in answer:
-                request = by_view.get(id(chosen))
-                if request is None or request.number in seen:
-                    raise InvalidDecisionError(f"order() answered {chosen!r}, which is not one of the waiting requests")
-                if request.number not in waiting:
-                    continue  # it left the waiting set while the policy was being asked
-                seen.add(request.number)
-                yield request
-        except Exception as exc:
-            self._fault("order", exc)
-            for request in requests:
-                if request.number not in seen and request.number in waiting:
+        if not self.guard.rests("order"):
+            try:
+                for chosen in self._pull([request.view for request in requests], view):
+                    request = _find(chosen, waiting)
+                    if request is None:
+                        if any(chosen is known.view for known in requests) and chosen.number not in seen:
+                            continue  # it left the waiting set while the policy was being asked
+                        raise InvalidDecisionError(f"order() answered {chosen!r}, which is not one of the waiting requests")
+                    if request.number in seen:
+                        raise InvalidDecisionError(f"order() answered {chosen!r} twice")
+                    seen.add(request.number)
                     yield request
+                return
+            except Exception as exc:
+                self.guard.fault("order", exc)
+        for request in requests:
+            if request.number not in seen and request.number in waiting:
+                yield request
 
-    def budget(self, view: EngineView, tokens: int, chunk: int) -> PrefillBudget:
-        """How much prefill this step may do: at most ``tokens`` in all, ``chunk`` of one request."""
-        if self._budget is None:
-            return PrefillBudget(tokens, chunk)
+    def _pull(self, views: list[Any], view: EngineView) -> Iterator[Any]:
+        """The policy's answer, item by item; over its time allowance counts once per step."""
+        answer, spent, counted = None, 0.0, False
+        while True:
+            started = time.perf_counter()
+            try:
+                if answer is None:
+                    answer = iter(self._order(views, view))
+                chosen = next(answer)
+            except StopIteration:
+                return
+            spent += time.perf_counter() - started
+            if not counted:
+                counted = not self.guard.took("order", spent)
+            yield chosen
+
+    def budget(self, view: EngineView, tokens: int, chunk: int, decode: int) -> PrefillBudget:
+        """How much prefill this step may do: ``chunk`` of one request, and in all ``tokens`` less the ``decode`` rows."""
+        whole = PrefillBudget(max(0, tokens - decode), chunk)
+        if self._budget is None or self.guard.rests("budget"):
+            return whole
         try:
-            answer = self._budget(view)
-            whole = isinstance(answer, PrefillBudget) and isinstance(answer.tokens, int) and isinstance(answer.chunk, int)
-            if not whole or answer.tokens < 0 or answer.chunk < 1:
+            answer = self.guard.timed("budget", self._budget, view)
+            if not isinstance(answer, PrefillBudget) or not _whole(answer.tokens, 0) or not _whole(answer.chunk, 1):
                 raise InvalidDecisionError(f"budget() answered {answer!r}; need whole numbers, tokens >= 0 and chunk >= 1")
         except Exception as exc:
-            self._fault("budget", exc)
-            return PrefillBudget(tokens, chunk)
-        return PrefillBudget(min(answer.tokens, tokens), min(answer.chunk, chunk))
+            self.guard.fault("budget", exc)
+            return whole
+        most = whole.tokens if answer.decode else tokens
+        return PrefillBudget(min(answer.tokens, most), min(answer.chunk, chunk), bool(answer.decode))
 
     def victims(self, running: list[Request], needed: int, view: EngineView | None) -> list[Request]:
         """Who gives up its row when ``needed`` pages are missing, first victim first; every running request once.
@@ -87,82 +121,119 @@ class PolicyHost:
         The policy's choices come first; those it leaves out follow, latest admitted first.
         """
         chosen: list[Request] = []
-        if self._victims is not None and view is not None:
-            by_view = {request.number: request for request in running}
-            try:
-                for answer in self._victims([request.view for request in running], needed, view):
-                    request = by_view.pop(getattr(answer, "number", -1), None)
-                    if request is None or request.view is not answer:
-                        raise InvalidDecisionError(f"victims() answered {answer!r}, which is not one of the running requests")
-                    chosen.append(request)
-            except Exception as exc:
-                self._fault("victims", exc)
-        return chosen + [request for request in reversed(running) if request not in chosen]
+        if self._victims is not None and not self.guard.rests("victims"):
+            faces = [request.view for request in running]
+            self._choose("victims", chosen, running, lambda: self._victims(faces, needed, view))
+        taken = {request.number for request in chosen}
+        return chosen + [request for request in reversed(running) if request.number not in taken]
+
+    def preempt_for(self, waiting: Request, running: list[Request], view: EngineView | None) -> list[Request]:
+        """Who may lose its row so that ``waiting`` fits, first victim first; nobody else may."""
+        chosen: list[Request] = []
+        if self._preempt_for is not None and not self.guard.rests("preempt_for"):
+            faces = [request.view for request in running]
+            self._choose("preempt_for", chosen, running, lambda: self._preempt_for(waiting.view, faces, view))
+        return chosen
+
+    def _choose(self, hook: str, chosen: list[Request], running: list[Request], ask: Callable[[], Iterable[Any]]) -> None:
+        """Append the policy's choice among ``running`` to ``chosen``, up to its first mistake."""
+        left = {request.number: request for request in running}
+
+        def check() -> None:
+            for answer in ask():
+                request = _find(answer, left)
+                if request is None:
+                    raise InvalidDecisionError(f"{hook}() answered {answer!r}, which is not one of the running requests")
+                del left[request.number]
+                chosen.append(request)
+
+        try:
+            self.guard.timed(hook, check)
+        except Exception as exc:
+            self.guard.fault(hook, exc)
 
     def eviction_key(self, node: Node) -> EvictionKey:
         """The eviction policy's key for a prefix, made safe to compare."""
         try:
-            key = self.eviction.key(node)
+            key = self._key(node)
             bool(key < key)  # one that has no order shows here
         except Exception as exc:
-            self._fault("key", exc)
+            self.guard.fault("key", exc)
             key = None
-        return EvictionKey(key, (node.last_used, -node.depth), self._fault)
+        return EvictionKey(key, (node.last_used, -node.depth), self.guard.fault)
+
+    def begin_eviction(self, view: EngineView | None) -> bool:
+        """True if the eviction policy wants every key read again."""
+        return self._begin is not None and self._tell("begin", self._begin, view) is True
+
+    def on_evict(self, node: Node) -> None:
+        """Tell the eviction policy that a prefix, or its tail, goes."""
+        if self._on_evict is not None:
+            self._tell("on_evict", self._on_evict, node)
 
     def admit(self, request: Request, view: EngineView) -> str | None:
         """``None``, or why the admission policy refuses the request."""
-        if self.admission is None:
+        if self._admit is None or self.guard.rests("admit"):
             return None
         try:
-            reason = self.admission.admit(request.view, view)
+            reason = self.guard.timed("admit", self._admit, request.view, view)
             if reason is not None and not isinstance(reason, str):
                 raise InvalidDecisionError(f"admit() answered {reason!r}; need None or a reason")
         except Exception as exc:
-            self._fault("admit", exc)
+            self.guard.fault("admit", exc)
             return None
         return reason
 
-    @property
-    def annotates(self) -> bool:
-        """True if the admission policy attaches hints."""
-        return getattr(self.admission, "annotate", None) is not None
-
     async def annotate(self, request: Request) -> None:
-        """Attach the admission policy's hints."""
-        try:
-            hints = await self.admission.annotate(request.view)  # type: ignore[union-attr]
-            request.hints = {**request.hints, **(hints or {})}
-        except Exception as exc:
-            self._fault("annotate", exc)
+        """Attach the hints of every policy that has some."""
+        for annotate in self._annotate:
+            try:
+                hints = await annotate(request.view)
+                request.hints = MappingProxyType({**request.hints, **(hints or {})})
+            except Exception as exc:
+                self.guard.fault("annotate", exc)
 
     def on_submit(self, request: Request) -> None:
-        """Tell the scheduling policy of a new request."""
+        """Tell of a new request."""
         request.announced = True
-        if self._on_submit is not None:
-            self._tell("on_submit", self._on_submit, request.view)
+        for hook in self._on_submit:
+            self._tell("on_submit", hook, request.view)
+
+    def introduce(self, request: Request, known: set[int]) -> None:
+        """Tell policies that came later of a request; not those whose ``id`` is in ``known``."""
+        for policy in self.policies.members():
+            hook = getattr(policy, "on_submit", None)
+            if hook is not None and id(policy) not in known:
+                self._tell("on_submit", hook, request.view)
 
     def on_finish(self, request: Request) -> None:
-        """Tell the scheduling policy that a request it was told of has ended."""
-        if self._on_finish is not None and request.announced:
-            self._tell("on_finish", self._on_finish, request.view)
+        """Tell that a request that was announced has ended."""
+        if request.announced:
+            for hook in self._on_finish:
+                self._tell("on_finish", hook, request.view)
 
     def on_step(self, report: StepReport) -> None:
-        """Tell the scheduling policy what a step served."""
-        if self._on_step is not None:
-            self._tell("on_step", self._on_step, report)
+        """Tell what a step served."""
+        for hook in self._on_step:
+            self._tell("on_step", hook, report)
 
-    def _tell(self, hook: str, function: Callable[[Any], None], argument: Any) -> None:
+    def _tell(self, hook: str, function: Callable[[Any], Any], argument: Any) -> Any:
         try:
-            function(argument)
+            return self.guard.timed(hook, function, argument)
         except Exception as exc:
-            self._fault(hook, exc)
+            self.guard.fault(hook, exc)
+            return None
 
-    def _fault(self, hook: str, exc: Exception) -> None:
-        if self.strict:
-            raise exc
-        self.faults[hook] = count = self.faults.get(hook, 0) + 1
-        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th … time: a policy that always fails must not flood the log
-            self._log.warning("policy_fault", hook=hook, error=repr(exc), count=count)
+
+def _find(answer: Any, requests: dict[int, Request]) -> Request | None:
+    """The request whose view a policy has answered, if it is one of ``requests``."""
+    number = getattr(answer, "number", None)
+    request = requests.get(number) if isinstance(number, int) else None
+    return request if request is not None and request.view is answer else None
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 class EvictionKey:

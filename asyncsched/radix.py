@@ -15,65 +15,7 @@ from typing import Any
 import numpy as np
 
 from .contract import EMPTY_INTS, IntArray
-
-
-class Node:
-    """A run of pages below its parent.
-
-    Attributes:
-        key: The tokens of the run as int32 bytes; a whole number of pages.
-        pages: Page ids, int32 ``[len(key) // page_bytes]``.
-        refs: Users of this node or of one below it.
-        last_used: Step of the last match.
-        hits: Matches so far.
-        created: Step whose plan inserted it.
-        since: First step that computed a part of it; if any of ``since … created`` fails, so does it.
-            After ``created`` for what is known to be good.
-        depth: Tokens from the root to the end of this run.
-        entry: Its latest place in the eviction queue; older ones are void.
-    """
-
-    __slots__ = (
-        "children",
-        "created",
-        "depth",
-        "entry",
-        "hits",
-        "key",
-        "last_used",
-        "number",
-        "pages",
-        "parent",
-        "refs",
-        "since",
-    )
-
-    def __init__(
-        self, number: int, key: bytes, pages: IntArray, parent: Node | None, since: int, created: int, depth: int
-    ) -> None:
-        self.number = number
-        self.key = key
-        self.pages = pages
-        self.parent = parent
-        self.children: dict[bytes, Node] = {}
-        self.refs = 0
-        self.last_used = created
-        self.hits = 0
-        self.since = since
-        self.created = created
-        self.depth = depth
-        self.entry: tuple[Any, int, Node] | None = None
-
-
-class Root(Node):
-    """The empty prefix of one namespace."""
-
-    __slots__ = ("namespace",)
-
-    def __init__(self, namespace: str) -> None:
-        super().__init__(0, b"", EMPTY_INTS, None, 1, 0, 0)
-        self.namespace = namespace
-
+from .prefix import NOBODY, Node, Root, Use
 
 EvictionKey = Callable[[Node], Any]
 
@@ -85,12 +27,14 @@ class RadixTree:
         page_size: Tokens per page.
         eviction_key: Orders evictable leaves, smallest first; asked when a leaf becomes evictable
             and once more before it is evicted.
+        on_evict: Told of every leaf that goes, or loses its tail, by eviction.
     """
 
-    def __init__(self, page_size: int, eviction_key: EvictionKey) -> None:
+    def __init__(self, page_size: int, eviction_key: EvictionKey, on_evict: Callable[[Node], None] = lambda node: None) -> None:
         self.page_size = page_size
         self.page_bytes = page_size * 4
         self.eviction_key = eviction_key
+        self.on_evict = on_evict
         self.pages = 0
         self.locked_pages = 0
         self.epoch = 0  # changes whenever a match may give another answer
@@ -125,7 +69,20 @@ class RadixTree:
             position, node = end, child
         return position // 4
 
-    def match(self, namespace: str, tokens: bytes, step: int) -> tuple[Node, IntArray]:
+    def path(self, namespace: str, tokens: bytes) -> list[Node]:
+        """The nodes that ``match`` would hit, from the root on; the last one perhaps in part. Changes nothing."""
+        node: Node | None = self._roots.get(namespace)
+        found: list[Node] = []
+        size, position = self.page_bytes, 0
+        while node is not None and (child := node.children.get(tokens[position : position + size])) is not None:
+            found.append(child)
+            end = position + len(child.key)
+            if tokens[position:end] != child.key:
+                break
+            position, node = end, child
+        return found
+
+    def match(self, namespace: str, tokens: bytes, step: int, use: Use = NOBODY) -> tuple[Node, IntArray]:
         """The longest cached prefix of ``tokens``: its last node (split to fit) and its pages."""
         node: Node = self.root(namespace)
         runs: list[IntArray] = []
@@ -136,7 +93,7 @@ class RadixTree:
             if not whole:
                 child = self._split(child, self._common(child.key, tokens[position:end]))
                 end = position + len(child.key)
-            child.last_used = step
+            child.last_used, child.use = step, use
             child.hits += 1
             runs.append(child.pages)
             position, node = end, child
@@ -147,7 +104,15 @@ class RadixTree:
         return node, runs[0] if len(runs) == 1 else np.concatenate(runs)
 
     def extend(
-        self, node: Node, tokens: bytes, pages: IntArray, step: int, since: int | None = None, *, over: bool = True
+        self,
+        node: Node,
+        tokens: bytes,
+        pages: IntArray,
+        step: int,
+        since: int | None = None,
+        *,
+        over: bool = True,
+        use: Use = NOBODY,
     ) -> tuple[Node, list[tuple[int, int]]]:
         """Insert ``tokens`` (whole pages, int32 bytes) with their ``pages`` below ``node``.
 
@@ -160,6 +125,7 @@ class RadixTree:
                 by default ``step``.
             over: Walk over runs that another request has inserted meanwhile; they keep their own
                 pages. Otherwise nothing is inserted if there is one.
+            use: On whose behalf.
 
         Returns:
             The node at the end, and the ranges ``(first, last)`` of ``pages`` that the tree has
@@ -172,6 +138,7 @@ class RadixTree:
                 first, last = position // size, len(tokens) // size
                 depth = node.depth + (len(tokens) - position) // 4
                 child = self._node(tokens[position:], pages[first:last], node, step if since is None else since, step, depth)
+                child.use = use
                 self._attach(node, child)
                 self.pages += last - first
                 self._push(child)
@@ -181,7 +148,7 @@ class RadixTree:
             run = tokens[position : position + len(child.key)]
             if run != child.key:
                 child = self._split(child, self._common(child.key, run))
-            child.last_used = step
+            child.last_used, child.use = step, use
             position, node = position + len(child.key), child
         return node, []
 
@@ -230,6 +197,7 @@ class RadixTree:
                 renewed.add(number)
                 self._push(node)
                 continue
+            self.on_evict(node)
             surplus = len(node.pages) - count
             if surplus > 0:
                 freed.append(node.pages[surplus:])
@@ -243,6 +211,16 @@ class RadixTree:
         if freed:
             self.epoch += 1
         return freed
+
+    def requeue(self) -> None:
+        """Read the eviction key of every evictable leaf again."""
+        self._heap, old = [], self._heap
+        for entry in old:
+            node = entry[2]
+            if entry is node.entry and _evictable(node):
+                node.entry = (self.eviction_key(node), node.number, node)
+                self._heap.append(node.entry)
+        heapq.heapify(self._heap)
 
     def spoilt_by(self, step: int) -> set[Node]:
         """The nodes that ``step`` computed a part of, and all below them."""
@@ -313,7 +291,7 @@ class RadixTree:
         upper = self._node(
             node.key[:size], node.pages[:cut], parent, node.since, node.created, node.depth - (len(node.key) - size) // 4
         )
-        upper.refs, upper.last_used, upper.hits = node.refs, node.last_used, node.hits
+        upper.refs, upper.last_used, upper.hits, upper.use = node.refs, node.last_used, node.hits, node.use
         node.key, node.pages = node.key[size:], node.pages[cut:]
         self._attach(parent, upper)
         self._attach(upper, node)

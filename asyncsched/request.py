@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from .contract import EMPTY_INTS, IntArray, TokenLogprobs
 from .errors import InvalidParamsError
-from .radix import Node
+from .prefix import Node, Use
+from .request_view import RequestFace
 from .rows import STOP_SLOTS, RowTable
 from .sampling_params import SamplingParams
 
@@ -34,6 +35,8 @@ class RequestOptions:
             that still waits when it passes ends with ``DeadlineExpiredError``.
         queue_timeout: Seconds it may wait for a row; ``None`` is the engine's default.
         timeout: Seconds it may take in all; ``None`` is the engine's default.
+        ttft_target, tpot_target: For policies; seconds in which the first token, and each further one,
+            should come.
         program_id: For policies; requests of one program share it.
         hints: For policies; anything.
         cache_salt: Prefixes are shared only between requests of the same salt.
@@ -44,6 +47,8 @@ class RequestOptions:
     deadline: float | None = None
     queue_timeout: float | None = None
     timeout: float | None = None
+    ttft_target: float | None = None
+    tpot_target: float | None = None
     program_id: str | None = None
     hints: Mapping[str, Any] = field(default_factory=dict)
     cache_salt: str = ""
@@ -57,7 +62,7 @@ class RequestOptions:
             text = getattr(self, name)
             if not isinstance(text, str) and not (name == "program_id" and text is None):
                 raise InvalidParamsError(f"{name}={text!r} must be a string")
-        for name in ("deadline", "queue_timeout", "timeout"):
+        for name in ("deadline", "queue_timeout", "timeout", "ttft_target", "tpot_target"):
             seconds = getattr(self, name)
             if seconds is not None and not (isinstance(seconds, int | float) and 0 <= seconds < float("inf")):
                 raise InvalidParamsError(f"{name}={seconds!r} must be a number of seconds, at least 0")
@@ -189,7 +194,7 @@ class Request:
         self.fed = 0
         self.unread_text = ""
         self.text_closed = False
-        self.view = _View(self)
+        self.view = RequestFace(self)
 
     @property
     def params(self) -> SamplingParams:
@@ -200,6 +205,16 @@ class Request:
     def ended(self) -> bool:
         """True once it has a finish reason."""
         return self.finish_reason is not None
+
+    @property
+    def own_pages(self) -> int:
+        """Pages that only it holds."""
+        return int(len(self.pages) - np.count_nonzero(self.donated[: len(self.pages)]))
+
+    def use(self, now: float) -> Use:
+        """Its mark on the prefixes it uses."""
+        options = self.submission.options
+        return Use(now, options.priority, options.tenant, options.program_id)
 
     @property
     def received(self) -> int:
@@ -251,69 +266,3 @@ class Request:
         self.feed_text()
         text, self.unread_text = self.unread_text, ""
         return text
-
-
-class _View:
-    """The read-only face of a request that policies see (``policy.RequestView``)."""
-
-    __slots__ = ("_request",)
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-
-    @property
-    def number(self) -> int:
-        return self._request.number
-
-    @property
-    def request_id(self) -> str:
-        return self._request.submission.request_id
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self._request.prompt)
-
-    @property
-    def max_tokens(self) -> int:
-        return self._request.max_new
-
-    @property
-    def generated_tokens(self) -> int:
-        return self._request.received
-
-    @property
-    def prefill_left(self) -> int:
-        return len(self._request.fill) - self._request.computed
-
-    @property
-    def preemptions(self) -> int:
-        return self._request.preemptions
-
-    @property
-    def arrived_at(self) -> float:
-        return self._request.submission.arrived_at
-
-    @property
-    def waiting_since_step(self) -> int:
-        return self._request.waiting_since_step
-
-    @property
-    def priority(self) -> int:
-        return self._request.submission.options.priority
-
-    @property
-    def tenant(self) -> str:
-        return self._request.submission.options.tenant
-
-    @property
-    def deadline(self) -> float | None:
-        seconds = self._request.submission.options.deadline
-        return None if seconds is None else self._request.submission.arrived_at + seconds
-
-    @property
-    def program_id(self) -> str | None:
-        return self._request.submission.options.program_id
-
-    @property
-    def hints(self) -> Mapping[str, Any]:
-        return self._request.hints

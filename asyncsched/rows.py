@@ -29,6 +29,7 @@ class RowTable:
     Attributes:
         lease: int64, who holds the row; 0 is nobody. Never reused, so that a late result cannot be
             taken for a newcomer's.
+        number, tenant: int64 and int32, whose request it is, and its tenant's id while it holds the row.
         length: int32, tokens whose keys and values are computed or planned.
         capacity: int32, tokens the row's pages can hold.
         remaining: int32, output tokens not planned yet.
@@ -46,6 +47,8 @@ class RowTable:
     def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
         self.lease = np.zeros(max_rows, np.int64)
+        self.number = np.zeros(max_rows, np.int64)
+        self.tenant = np.zeros(max_rows, np.int32)
         self.length = np.zeros(max_rows, np.int32)
         self.capacity = np.zeros(max_rows, np.int32)
         self.remaining = np.zeros(max_rows, np.int32)

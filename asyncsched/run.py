@@ -13,6 +13,7 @@ from .backend import Backend
 from .bridge import Inbox, LoopBinding
 from .config import EngineConfig
 from .contract import Executor, StepResult
+from .cost import CostModel, StepCosts
 from .errors import (
     DuplicateRequestError,
     EngineClosedError,
@@ -28,7 +29,10 @@ from .health import Health, examine
 from .logs import get_logger
 from .placement import Placement
 from .planner import Planner
+from .policy_background import Background
+from .policy_guard import Guard
 from .policy_host import PolicyHost
+from .policy_set import PolicySet
 from .request import RequestOptions, Submission
 from .sampling_params import SamplingParams
 from .state import ControlState
@@ -40,20 +44,27 @@ from .wakeup import Signal
 class Run:
     """The control tasks, the executor and the state they share. Loop thread only."""
 
-    def __init__(self, config: EngineConfig, backend: Backend, policies: PolicyHost) -> None:
+    def __init__(self, config: EngineConfig, backend: Backend, policies: PolicySet, cost_model: CostModel | None) -> None:
         self.config = config
         self.backend = backend
         self.binding = LoopBinding()
         self.events = EventBus()
         limits = backend.executor.limits
         self.draining = False
+        self.policies = PolicyHost(policies, Guard(config.strict_policies, config.policy_allowance))
         self.state = ControlState(
-            limits, policies, clock=self.binding.clock, events=self.events, prefix_cache=config.prefix_cache
+            limits,
+            self.policies,
+            clock=self.binding.clock,
+            events=self.events,
+            costs=StepCosts(cost_model),
+            prefix_cache=config.prefix_cache,
         )
         evict = Signal()
         self.placement = Placement(self.state, config)
-        view = PlanningView(self.state, self.placement, config)
+        self.view = view = PlanningView(self.state, self.placement, config)
         self.placement.view = view
+        self._background = Background(self.policies, view)
         self._watchdog = Watchdog(self.state, config)
         self.planner = Planner(
             self.state, self.placement, view, backend.executor, config, evict=evict, watch=self._watchdog.wake
@@ -117,6 +128,20 @@ class Run:
             dead=self._dead,
         )
 
+    def use_policies(self, policies: PolicySet) -> None:
+        """Replace the policies between two steps; the new ones are told of every request that was announced."""
+        old = self.policies.policies
+        self.policies.use(policies)
+        known = {id(policy) for policy in old.members()}
+        for submission in self.state.live.values():
+            for request in submission.requests:
+                if request.announced and not request.ended:
+                    self.policies.introduce(request, known)
+        if policies.eviction_policy is not old.eviction_policy:
+            self.state.tree.requeue()
+        self._background.restart()
+        self.planner.wake.set()
+
     def abort(self, submission: Submission) -> None:
         """Release whatever a submission still holds. Idempotent."""
         if submission.ended:
@@ -147,6 +172,7 @@ class Run:
                 tasks.start_soon(self.finisher.run)
                 tasks.start_soon(self._timekeeper.run)
                 tasks.start_soon(self._watchdog.run)
+                tasks.start_soon(self._background.run)
                 await self._closing.wait()
                 tasks.cancel_scope.cancel()
         except Exception as exc:

@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 
 from .arrivals import Arrivals
 from .contract import EMPTY_INTS, ExecutorLimits, IntArray
+from .cost import StepCosts, StepWork
 from .events import Admitted, EventBus, Finished, Preempted
 from .pages import PagePool
 from .policy_host import PolicyHost
 from .radix import RadixTree
 from .request import FinishReason, Request, Submission
 from .rows import RowTable
+from .service import StepService, TenantIds
 from .wakeup import Signal
 
 
@@ -33,13 +35,14 @@ class PlannedChunk:
     Attributes:
         request: Whose prompt.
         lease: The request's hold on its row when the plan was made.
-        size: Tokens.
+        start, size: Tokens computed before it, and its own.
         last: The fill is complete with this chunk.
         sample: Its last position yields the request's next token.
     """
 
     request: Request
     lease: int
+    start: int
     size: int
     last: bool
     sample: bool
@@ -59,25 +62,27 @@ class InFlight:
         rows: Rows that get a token, in the order of the result, int32 ``[n]``.
         leases: Who held them when the plan was made, int64 ``[n]``.
         decode_rows: How many of ``rows`` decode; the others are chunks that sample.
+        context_tokens: Tokens those attend to, summed.
         chunks: Its prefill chunks.
         submitted_at: When, on the engine's clock.
         overlapped: It was submitted while an earlier step was still in flight.
-        served: Request number → tokens, if a policy wants to know.
+        service: Whom it serves, if a policy wants to know.
     """
 
     step: int
     rows: IntArray
     leases: NDArray[np.int64]
     decode_rows: int
+    context_tokens: int
     chunks: list[PlannedChunk]
     submitted_at: float
     overlapped: bool
-    served: dict[int, int] | None
+    service: StepService | None
 
     @property
-    def prefill_tokens(self) -> int:
-        """Prompt tokens in this step."""
-        return sum(chunk.size for chunk in self.chunks)
+    def work(self) -> StepWork:
+        """What it computes."""
+        return StepWork(self.decode_rows, self.context_tokens, [(chunk.start, chunk.size) for chunk in self.chunks])
 
 
 @dataclass(slots=True)
@@ -123,20 +128,29 @@ class ControlState:
     """
 
     def __init__(
-        self, limits: ExecutorLimits, policies: PolicyHost, *, clock: Callable[[], float], events: EventBus, prefix_cache: bool
+        self,
+        limits: ExecutorLimits,
+        policies: PolicyHost,
+        *,
+        clock: Callable[[], float],
+        events: EventBus,
+        costs: StepCosts,
+        prefix_cache: bool,
     ) -> None:
         self.limits = limits
         self.policies = policies
         self.clock = clock
         self.events = events
+        self.costs = costs
         self.prefix_cache = prefix_cache
         self.rows = RowTable(limits.max_rows)
         self.pool = PagePool(limits.pages)
-        self.tree = RadixTree(limits.page_size, policies.eviction_key)
+        self.tree = RadixTree(limits.page_size, policies.eviction_key, policies.on_evict)
         self.live: dict[str, Submission] = {}
         self.arrivals = Arrivals()
         self.waiting: dict[int, Request] = {}
         self.waiting_tokens = 0
+        self.tenants = TenantIds()
         self.prefilling: dict[int, Request] = {}
         self.by_row: list[Request | None] = [None] * limits.max_rows
         self.leaves: list[int] = []
@@ -213,6 +227,8 @@ class ControlState:
         self._leave_waiting(request)
         self.prefilling[request.number] = request
         produced = request.resumed_at = len(request.output)
+        rows.number[row] = request.number
+        rows.tenant[row] = self.tenants.take(request.submission.options.tenant)
         rows.length[row] = request.computed
         rows.capacity[row] = len(pages) * self.limits.page_size
         rows.received[row] = produced
@@ -320,6 +336,7 @@ class ControlState:
             request.node = None
         self.pool.release(request.pages[~request.donated], fence)
         request.pages = EMPTY_INTS
+        self.tenants.give_back(int(self.rows.tenant[row]))
         self.rows.release(row, fence)
         self.by_row[row] = None
         request.row = None
@@ -348,7 +365,9 @@ class ControlState:
             return True
         size, first = self.limits.page_size, request.inserted
         run = tokens[first * size : full * size].astype(np.int32).tobytes()
-        node, taken = self.tree.extend(request.node, run, request.pages[first:full], step, since, over=over)
+        node, taken = self.tree.extend(
+            request.node, run, request.pages[first:full], step, since, over=over, use=request.use(self.clock())
+        )
         if not taken and not over:
             return False
         self.tree.move_lock(request.node, node)

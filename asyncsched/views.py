@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .config import EngineConfig
+from .cost import CostModel
 from .placement import Placement
-from .policy import RequestView
+from .policy_views import PrefixView, RequestView
 from .state import ControlState
 
 
@@ -49,6 +50,11 @@ class PlanningView:
         return self._state.pool.free
 
     @property
+    def total_rows(self) -> int:
+        """Rows of the engine."""
+        return self._state.limits.max_rows
+
+    @property
     def evictable_pages(self) -> int:
         """Pages of cached prefixes that nobody uses."""
         return self._state.tree.evictable
@@ -69,6 +75,33 @@ class PlanningView:
         return [request.view for request in self._state.running()]
 
     @property
+    def context_tokens(self) -> int:
+        """Tokens that the decoding rows attend to in this step, summed."""
+        rows = self._state.rows
+        decode = rows.decode_rows()
+        return int(rows.length[decode].sum()) + len(decode)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and output together."""
+        return self._state.limits.max_model_len
+
+    @property
+    def cost(self) -> CostModel:
+        """Predicts step times."""
+        return self._state.costs.model()
+
+    @property
+    def waiting(self) -> Sequence[RequestView]:
+        """Requests that wait, in arrival order."""
+        return [request.view for request in self._state.waiting.values()]
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of the requests that wait."""
+        return self._state.waiting_tokens
+
+    @property
     def waiting_count(self) -> int:
         """Requests that wait."""
         return len(self._state.waiting)
@@ -77,3 +110,8 @@ class PlanningView:
         """Prompt tokens of a waiting request that are in the cache now; 0 if it does not wait."""
         found = self._state.waiting.get(request.number)
         return 0 if found is None else self._placement.cached_tokens(found)
+
+    def prefixes(self, request: RequestView) -> Sequence[PrefixView]:
+        """The cached runs that a waiting request would hit now."""
+        found = self._state.waiting.get(request.number)
+        return () if found is None else self._placement.cached_path(found)

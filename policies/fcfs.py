@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ..policy import EngineView, RequestView
 
 
+@dataclass(eq=False)
 class FCFS:
     """Arrival order. Fair and predictable; a long prompt delays the short ones behind it."""
 

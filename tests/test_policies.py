@@ -134,8 +134,10 @@ async def test_policies_see_the_requests_and_the_engine() -> None:
             seen.append({name: getattr(request, name) for name in dir(request) if not name.startswith("_")})
             seen[-1]["cached"] = view.cached_prefix(request)
         names = ["step", "token_budget", "decoding", "free_rows", "free_pages", "evictable_pages", "total_pages", "page_size"]
-        views.append({name: getattr(view, name) for name in [*names, "waiting_count"]})
+        names += ["waiting_count", "waiting_tokens", "total_rows", "context_tokens", "max_model_len"]
+        views.append({name: getattr(view, name) for name in names})
         views[-1]["running"] = [request.number for request in view.running]
+        views[-1]["waiting"] = [request.number for request in view.waiting]
         return waiting
 
     views: list[dict[str, Any]] = []
@@ -149,6 +151,7 @@ async def test_policies_see_the_requests_and_the_engine() -> None:
             "priority": 4,
             "tenant": "acme",
             "deadline": 9.0,
+            "ttft_target": 0.5,
             "program_id": "agent",
             "hints": {"class": "x"},
         }
@@ -159,13 +162,15 @@ async def test_policies_see_the_requests_and_the_engine() -> None:
         del request["arrived_at"]
         assert request == {
             "number": 2, "request_id": "mine", "prompt_tokens": 11, "max_tokens": 3, "generated_tokens": 0, "prefill_left": 11,
-            "preemptions": 0, "waiting_since_step": 4, "priority": 4, "tenant": "acme", "program_id": "agent",
-            "hints": {"class": "x"}, "cached": 8,
+            "preemptions": 0, "own_pages": 0, "first_token_at": None, "ttft_target": 0.5, "tpot_target": None,
+            "waiting_since_step": 4, "priority": 4, "tenant": "acme", "program_id": "agent", "hints": {"class": "x"},
+            "cached": 8,
         }  # fmt: skip
         assert views == [
             {
                 "step": 4, "token_budget": 1024, "decoding": 1, "free_rows": 7, "free_pages": 60, "evictable_pages": 0,
-                "total_pages": 64, "page_size": 4, "waiting_count": 1, "running": [1],
+                "total_pages": 64, "page_size": 4, "waiting_count": 1, "running": [1], "waiting": [2], "waiting_tokens": 11,
+                "total_rows": 8, "context_tokens": 11, "max_model_len": 128,
             }
         ]  # fmt: skip
         await sim.finish()
@@ -469,23 +474,30 @@ async def test_hooks_are_told_what_happens() -> None:
         assert policy.submitted == [(1, "a", 14, 3), (2, "b", 4, 1), (3, "c", 4, 0)]
         assert sorted(policy.finished) == [(1, 3), (2, 1), (3, 0)]
         assert [report.step for report in policy.reports] == [plan.step for plan in sim.plans]
-        assert [dict(report.served) for report in policy.reports] == [{1: 10}, {1: 4, 2: 4, 3: 2}, {1: 1, 3: 2}, {1: 1}]
+        assert [dict(report.prefill) for report in policy.reports] == [{1: 10}, {1: 4, 2: 4, 3: 2}, {3: 2}, {}]
+        assert [list(report.sampled) for report in policy.reports] == [[], [1, 2], [1], [1]]
+        assert [report.served for report in policy.reports] == [{1: 10}, {1: 5, 2: 5, 3: 2}, {1: 1, 3: 2}, {1: 1}]
 
 
 async def test_service_adds_up_to_prompt_and_output() -> None:
-    """Every position once: the prompt less what was cached, and the output less its last token."""
+    """The prompt less what was cached, and every output token; the same by tenant."""
     policy = Listener()
     async with simulation(policy=policy, token_budget=12, chunk_cap=5, max_rows=3) as sim:
         for index in range(6):
-            sim.send(prompt(7 + index % 2 * 6, index % 3), 1 + index, seed=index)
+            sim.send(prompt(7 + index % 2 * 6, index % 3), 1 + index, seed=index, tenant="ab"[index % 2])
         await sim.finish()
         served: dict[int, int] = {}
+        tenants: dict[str, int] = {}
+        for report in policy.reports:
+            for tenant, service in report.tenants.items():
+                tenants[tenant] = tenants.get(tenant, 0) + service.prompt_tokens + service.output_tokens
         for report in policy.reports:
             for number, tokens in report.served.items():
                 served[number] = served.get(number, 0) + tokens
         for sent in sim.sent:
             cached = sent.stream.usage.cached_tokens
-            assert served[sent.number] == len(sent.prompt) - cached + (sent.params.max_tokens or 0) - 1
+            assert served[sent.number] == len(sent.prompt) - cached + (sent.params.max_tokens or 0)
+        assert tenants == {"a": sum(served[n] for n in (1, 3, 5)), "b": sum(served[n] for n in (2, 4, 6))}
 
 
 async def test_every_ending_is_told_once() -> None:

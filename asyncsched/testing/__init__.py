@@ -9,3 +9,5 @@ from .simulated_device import SimulatedDevice as SimulatedDevice
 from .simulated_device import SimulationError as SimulationError
 from .simulated_executor import InstantExecutor as InstantExecutor
 from .simulated_executor import SimulatedExecutor as SimulatedExecutor
+from .threaded_executor import DeviceTimeline as DeviceTimeline
+from .threaded_executor import ThreadedExecutor as ThreadedExecutor
