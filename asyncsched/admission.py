@@ -67,6 +67,19 @@ class Admission:
         self._short = anyio.CapacityLimiter(1)
         self._long = anyio.CapacityLimiter(2)
 
+    def check(self, prompt: Any, params: SamplingParams) -> IntArray | None:
+        """Check what can be checked without the engine's state; returns the prompt if it is token ids. Any thread.
+
+        Raises:
+            InvalidRequestError: the prompt, parameters or token ids are impossible.
+        """
+        self._check_params(params)
+        if _is_token_ids(prompt):
+            return self._checked(prompt, params)
+        if self._tokenizer is None:
+            raise InvalidParamsError("this model has no tokenizer: pass the prompt as token ids")
+        return None
+
     def submit(self, submission: Submission) -> None:
         """Check what can be checked at once and queue the submission. One step, no await.
 
@@ -75,12 +88,7 @@ class Admission:
             QueueFullError: the waiting room is full and ``when_full`` is ``"refuse"``.
         """
         state = self._state
-        self._check_params(submission.params)
-        tokens = None
-        if _is_token_ids(submission.prompt):
-            tokens = self._checked(submission.prompt, submission.params)
-        elif self._tokenizer is None:
-            raise InvalidParamsError("this model has no tokenizer: pass the prompt as token ids")
+        tokens = self.check(submission.prompt, submission.params)
         if not self._wait_when_full and not self._has_room(submission.params.n, 0 if tokens is None else len(tokens)):
             state.counters.rejected += 1
             raise QueueFullError(f"{self.queued} requests are waiting already; retry later or raise max_queued_requests/tokens")
@@ -268,11 +276,12 @@ class Admission:
                     stop_ids=stop_ids,
                     namespace=salt,
                     shareable=shareable,
-                    assembler=self._assembler(params),
+                    assembler=self.assembler(params),
                 )
             )
 
-    def _assembler(self, params: SamplingParams) -> TextAssembler | None:
+    def assembler(self, params: SamplingParams) -> TextAssembler | None:
+        """What turns the tokens of a request with these parameters into text. Any thread."""
         if self._tokenizer is None or not params.detokenize:
             return None
         return TextAssembler(

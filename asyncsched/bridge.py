@@ -11,6 +11,8 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextvars import copy_context
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from anyio.lowlevel import current_token
@@ -36,7 +38,8 @@ class LoopBinding:
         self.clock: Callable[[], float]
         if isinstance(home, asyncio.AbstractEventLoop):
             self.clock = home.time
-            self._call: Callable[[Callable[[], object]], object] = home.call_soon_threadsafe
+            # In the engine's own context: a poster's would say which library *its* loop is of, for one.
+            self._call: Callable[[Callable[[], object]], object] = partial(home.call_soon_threadsafe, context=copy_context())
             self._current: Callable[[], object] = asyncio.get_running_loop
         else:
             import trio
@@ -92,24 +95,22 @@ class Inbox(Generic[T]):
         handle: Called on the loop for each item.
     """
 
-    def __init__(self, binding: LoopBinding, handle: Callable[[T], None]) -> None:
+    def __init__(self, binding: LoopBinding, handle: Callable[[T], object]) -> None:
         self._binding = binding
         self._handle = handle
         self._items: deque[T] = deque()
-        self._lock = threading.Lock()
-        self._pending = False
+        self._turn = deque([True])  # whoever pops it schedules the drain; a lock would block the poster
 
     def post(self, item: T) -> None:
         """Hand ``item`` to the loop. Any thread; never blocks, and does not raise when the loop is gone."""
         self._items.append(item)
-        with self._lock:
-            if self._pending:
-                return
-            self._pending = True
+        try:
+            self._turn.pop()
+        except IndexError:  # a drain is on its way
+            return
         self._binding.call_soon(self._drain)
 
     def _drain(self) -> None:
-        with self._lock:
-            self._pending = False  # cleared first: an item posted from now on schedules its own drain
+        self._turn.append(True)  # first: an item posted from now on schedules its own drain
         while self._items:
             self._handle(self._items.popleft())

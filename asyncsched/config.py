@@ -47,6 +47,11 @@ class EngineConfig:
         max_queued_requests, max_queued_tokens: Bounds on what waits; ``None`` is unbounded.
         when_full: ``"refuse"`` raises ``QueueFullError``; ``"wait"`` holds the request outside.
 
+    Event loop:
+        own_loop: Run the control tasks in an event loop in a thread of their own, so that an application
+            that blocks its loop does not hold up the device. The API stays the same; each token costs a
+            little more, and ``QueueFullError`` is raised from the stream.
+
     Policies (names, dotted paths, ``{"name": …, option: …}``, or instances):
         policy: Who runs next.
         budget_policy: How much prefill goes into a step; ``None`` asks ``policy``, if it has an opinion.
@@ -89,6 +94,8 @@ class EngineConfig:
     prefix_cache: bool = True
     reserve: Literal["full", "expected"] = "full"
     max_preemptions: int = 3
+
+    own_loop: bool = False
 
     max_queued_requests: int | None = None
     max_queued_tokens: int | None = None

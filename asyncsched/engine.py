@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
@@ -18,12 +19,13 @@ from .cost_files import load_cost_model
 from .errors import ConfigError, EngineClosedError, EngineError, InvalidParamsError
 from .events import EventStream
 from .health import Health
+from .own_loop import OwnLoopRun
 from .policy_set import HOOKS, PolicySet
 from .request import RequestOptions
 from .results import Result
 from .run import Run
 from .sampling_params import FIELD_NAMES, SamplingParams
-from .statistics import Statistics, snapshot
+from .statistics import Statistics
 from .stream import TokenStream
 from .tokenizer import Message, Tokenizer
 
@@ -69,7 +71,7 @@ class Engine:
                 raise
         self.config = config
         self._given = backend
-        self._run: Run | None = None
+        self._run: Run | OwnLoopRun | None = None
         self._starting = False
         self._used_backend = False
 
@@ -96,7 +98,8 @@ class Engine:
                 backend = await _Loading(self.config).backend()
             self._used_backend = True
             try:
-                run = Run(self.config, backend, policies, cost_model)
+                kind = OwnLoopRun if self.config.own_loop else Run
+                run = kind(self.config, backend, policies, cost_model)
                 await run.start()
             except BaseException:
                 with anyio.CancelScope(shield=True):
@@ -111,7 +114,7 @@ class Engine:
         """End every open request, stop the tasks, join the compute thread, free the memory. Idempotent."""
         run = self._run
         if run is not None and not run.over:
-            run.binding.check()
+            run.check()
             await run.close()
         if self._run is run:  # another task may have closed and started it meanwhile
             self._run = None
@@ -146,7 +149,7 @@ class Engine:
         run = self._running()
         sampling, rest = _split(params, options)
         submission = run.submit(prompt, sampling, rest, request_id)
-        return TokenStream(submission, run.abort, run.dropped.post)
+        return TokenStream(submission, run.abort, run.drop)
 
     @overload
     async def generate(
@@ -195,7 +198,7 @@ class Engine:
         Returns False if no such request is live.
         """
         run = self._running()
-        submission = run.state.live.get(request_id)
+        submission = run.live(request_id)
         if submission is None:
             return False
         run.abort(submission)
@@ -208,9 +211,7 @@ class Engine:
 
         On a paused engine that is after ``resume``, or when they are aborted.
         """
-        run = self._running()
-        run.draining = True
-        await run.state.until(lambda: not run.state.live)
+        await self._running().drain()
 
     async def pause(self, mode: Literal["finish", "keep", "abort"] = "keep") -> None:
         """Stop computing, and return when no step is in flight. New requests queue up. Idempotent.
@@ -222,33 +223,19 @@ class Engine:
         run = self._running()
         if mode not in ("finish", "keep", "abort"):
             raise ConfigError(f"pause mode {mode!r}: use finish, keep or abort")
-        if mode == "abort":
-            for submission in list(run.state.live.values()):
-                run.abort(submission)
-        if mode == "finish" and run.state.mode == "running":
-            run.state.mode = "finishing"
-            await run.state.until(lambda: run.state.resumed or run.state.finishing_done)
-            if run.state.resumed:
-                return
-        run.state.mode = "frozen"
-        await run.state.until(lambda: not run.state.in_flight)
+        await run.pause(mode)
 
     def resume(self) -> None:
         """Undo ``pause`` and ``drain``. Idempotent."""
-        run = self._running()
-        run.draining = False
-        run.state.mode = "running"
-        run.planner.wake.set()
-        run.state.notify()
+        self._running().resume()
 
     def health(self) -> Health:
         """Whether the engine makes progress, and what holds it up. Never raises for a dead or closed engine."""
         return Health("closed") if self._run is None else self._run.health()
 
-    def flush_cache(self) -> int:
+    async def flush_cache(self) -> int:
         """Forget every cached prefix that no running request uses; returns how many pages that freed."""
-        run = self._running()
-        return run.placement.evict(run.state.tree.evictable)
+        return await self._running().flush_cache()
 
     async def set_policy(self, policy: Any = KEEP, **policies: Any) -> None:
         """Swap policies while the engine runs, between two steps, with nothing lost.
@@ -270,25 +257,22 @@ class Engine:
         if unknown:
             raise ConfigError(f"unknown kind of policy {min(unknown)!r}: use {', '.join(HOOKS)}")
         specs = policies if policy is KEEP else {"policy": policy, **policies}
-        loaded = await anyio.to_thread.run_sync(PolicySet.load, specs, run.policies.policies)
-        if self._run is run and not run.over:
-            run.use_policies(loaded)
+        await run.use_policies(partial(PolicySet.load, specs))
 
     # Looking at it
 
     def statistics(self) -> Statistics:
         """A snapshot in numbers."""
-        run = self._running()
-        return snapshot(run.state, run.admission.queued - len(run.state.waiting))
+        return self._running().statistics()
 
     def events(self, capacity: int = 10_000) -> EventStream:
         """What happens from now on, as an async iterator."""
-        return EventStream(self._running().events, capacity)
+        return self._running().listen(capacity)
 
     @property
     def limits(self) -> ExecutorLimits:
         """Rows, pages and lengths of the running engine."""
-        return self._running().state.limits
+        return self._running().backend.executor.limits
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -300,11 +284,11 @@ class Engine:
         """The model's name."""
         return self._running().backend.model_name
 
-    def _running(self) -> Run:
+    def _running(self) -> Run | OwnLoopRun:
         run = self._run
         if run is None:
             raise EngineClosedError("the engine is not running; use `async with Engine(...)` or `await engine.start()`")
-        run.binding.check()
+        run.check()
         return run
 
 

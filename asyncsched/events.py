@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -125,16 +126,30 @@ class EventStream:
         self.close()
 
 
+class Forwarder:
+    """Takes events to another loop."""
+
+    def __init__(self, put: Callable[[Event], None]) -> None:
+        self.put = put
+
+    def close(self) -> None:
+        """Nothing to end here; the other side is closed by its owner."""
+
+
 class EventBus:
     """Fans events out; costs one truth test where nobody listens."""
 
     def __init__(self) -> None:
-        self.listeners: list[EventStream] = []
+        self.listeners: list[EventStream | Forwarder] = []
 
     def emit(self, event: Event) -> None:
         """Give ``event`` to every listener."""
         for listener in self.listeners:
             listener.put(event)
+
+    def forward(self, put: Callable[[Event], None]) -> None:
+        """Give every event to ``put`` from now on."""
+        self.listeners.append(Forwarder(put))
 
     def close(self) -> None:
         """End every listener's iteration."""

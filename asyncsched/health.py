@@ -45,7 +45,10 @@ def examine(
     state: ControlState, *, blocked: str, lobby: int, slow: float, draining: bool, dead: BaseException | None
 ) -> Health:
     """Read the state."""
-    oldest = state.clock() - state.in_flight[0].submitted_at if state.in_flight else 0.0
+    try:
+        oldest = state.clock() - state.in_flight[0].submitted_at
+    except IndexError:  # none is in flight, or it has just completed: with own_loop another thread reads this
+        oldest = 0.0
     running, waiting = state.rows.in_use, len(state.waiting) + lobby
     status: Status
     if dead is not None:

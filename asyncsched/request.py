@@ -196,6 +196,13 @@ class Request:
         self.text_closed = False
         self.view = RequestFace(self)
 
+    def twin(self, submission: Submission, assembler: TextAssembler | None) -> Request:
+        """A request of the same kind without row or output, for a reader in another thread."""
+        return Request(
+            self.number, submission, self.index, self.prompt, max_new=self.max_new, seed=self.seed, stop_ids=self.stop_ids,
+            namespace=self.namespace, shareable=self.shareable, assembler=assembler,
+        )  # fmt: skip
+
     @property
     def params(self) -> SamplingParams:
         """Its sampling parameters."""

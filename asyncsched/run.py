@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import anyio
 import anyio.to_thread
@@ -22,7 +23,7 @@ from .errors import (
     EngineError,
     InvalidParamsError,
 )
-from .events import EventBus
+from .events import EventBus, EventStream
 from .eviction import Evictor
 from .finish import Finisher
 from .health import Health, examine
@@ -36,6 +37,7 @@ from .policy_set import PolicySet
 from .request import RequestOptions, Submission
 from .sampling_params import SamplingParams
 from .state import ControlState
+from .statistics import Statistics, snapshot
 from .timers import Timekeeper, Watchdog
 from .views import PlanningView
 from .wakeup import Signal
@@ -73,7 +75,7 @@ class Run:
         self.evictor = Evictor(self.state, config, self.placement.evict, evict)
         self.finisher = Finisher(self.state, self.planner, config, self._die)
         self.admission = Admission(self.state, self.planner, view, config, backend.tokenizer)
-        self.dropped: Inbox[Submission] = Inbox(self.binding, self.abort)
+        self._dropped: Inbox[Submission] = Inbox(self.binding, self.abort)
         self._log = get_logger("engine")
         self._numbers = 0
         self._dead: EngineDeadError | None = None
@@ -87,34 +89,39 @@ class Run:
         self.backend.executor.start(results.post)
         self._task = self.binding.spawn(self._host, "asyncsched-engine")
 
-    def submit(self, prompt: Any, params: SamplingParams, options: RequestOptions, request_id: str | None) -> Submission:
-        """Register and queue a request: one step, no await, so that nothing can be cancelled in between."""
+    @property
+    def control(self) -> Run:
+        """The run that decides: this one."""
+        return self
+
+    def check(self) -> None:
+        """Refuse calls from another thread or loop."""
+        self.binding.check()
+
+    def refuse_when_over(self) -> None:
+        """Refuse new requests when the engine is dead or closing. Any thread."""
         if self._dead is not None:
             raise EngineDeadError(str(self._dead)) from self._dead.__cause__
         if self._closing.is_set():
             raise EngineClosedError("the engine is closing; no new requests")
-        if self.draining:
-            raise EngineDrainingError("the engine is draining; it takes new requests after resume()")
-        if request_id is None:
-            request_id = self._made_up_id()
-        elif not isinstance(request_id, str):
-            raise InvalidParamsError(f"request_id={request_id!r} must be a string")
-        elif request_id in self.state.live:
-            raise DuplicateRequestError(
-                f"request id {request_id!r} belongs to a live request; wait for it or choose another id"
-            )
-        submission = Submission(self._numbers + 1, request_id, prompt, params, options, self.state.clock())
+
+    def submit(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        options: RequestOptions,
+        request_id: str | None,
+        make: Callable[..., Submission] = Submission,
+    ) -> Submission:
+        """Register and queue a request: one step, no await, so that nothing can be cancelled in between."""
+        self.refuse_when_over()
+        refuse_when_draining(self.draining)
+        request_id = checked_id(request_id, self.state.live, self._numbers + 1)
+        submission = make(self._numbers + 1, request_id, prompt, params, options, self.state.clock())
         self._numbers += params.n  # reserved now, so that numbers are in order of arrival whatever tokenising takes
         self.admission.submit(submission)
         self._timekeeper.watch(submission)
         return submission
-
-    def _made_up_id(self) -> str:
-        """An id no live request has."""
-        number = self._numbers + 1
-        while f"request-{number}" in self.state.live:
-            number += 1
-        return f"request-{number}"
 
     def health(self) -> Health:
         """See ``Engine.health``."""
@@ -128,7 +135,7 @@ class Run:
             dead=self._dead,
         )
 
-    def use_policies(self, policies: PolicySet) -> None:
+    def _swap(self, policies: PolicySet) -> None:
         """Replace the policies between two steps; the new ones are told of every request that was announced."""
         old = self.policies.policies
         self.policies.use(policies)
@@ -154,6 +161,58 @@ class Run:
             self.state.release(request, "abort")
         self.planner.wake.set()
         self.state.notify()
+
+    def live(self, request_id: str) -> Submission | None:
+        """The live submission with this id."""
+        return self.state.live.get(request_id)
+
+    def drop(self, submission: Submission) -> None:
+        """Abort a submission whose stream was dropped. Any thread."""
+        self._dropped.post(submission)
+
+    async def drain(self) -> None:
+        """See ``Engine.drain``."""
+        self.draining = True
+        await self.state.until(lambda: not self.state.live)
+
+    async def pause(self, mode: Literal["finish", "keep", "abort"]) -> None:
+        """See ``Engine.pause``."""
+        state = self.state
+        if mode == "abort":
+            for submission in list(state.live.values()):
+                self.abort(submission)
+        if mode == "finish" and state.mode == "running":
+            state.mode = "finishing"
+            await state.until(lambda: state.resumed or state.finishing_done)
+            if state.resumed:
+                return
+        state.mode = "frozen"
+        await state.until(lambda: not state.in_flight)
+
+    def resume(self) -> None:
+        """See ``Engine.resume``."""
+        self.draining = False
+        self.state.mode = "running"
+        self.planner.wake.set()
+        self.state.notify()
+
+    async def flush_cache(self) -> int:
+        """See ``Engine.flush_cache``."""
+        return self.placement.evict(self.state.tree.evictable)
+
+    async def use_policies(self, load: Callable[[PolicySet], PolicySet]) -> None:
+        """See ``Engine.set_policy``; ``load`` makes the new policies from the present ones, in a worker thread."""
+        policies = await anyio.to_thread.run_sync(load, self.policies.policies)
+        if not self.state.over:
+            self._swap(policies)
+
+    def statistics(self) -> Statistics:
+        """See ``Engine.statistics``. Any thread: only numbers are read, perhaps of two moments."""
+        return snapshot(self.state, self.admission.queued - len(self.state.waiting))
+
+    def listen(self, capacity: int) -> EventStream:
+        """See ``Engine.events``."""
+        return EventStream(self.events, capacity)
 
     async def close(self) -> None:
         """Stop everything. Shielded: a cancelled caller still gets its threads joined."""
@@ -216,6 +275,30 @@ class Run:
                 submission.wake()
             for request in submission.requests:
                 self.state.release(request, "error", error=error)
+
+
+def refuse_when_draining(draining: bool) -> None:
+    """Refuse new requests while the engine drains."""
+    if draining:
+        raise EngineDrainingError("the engine is draining; it takes new requests after resume()")
+
+
+def checked_id(request_id: str | None, live: Mapping[str, Submission], number: int) -> str:
+    """The caller's id if it is free, or one made up from ``number``.
+
+    Raises:
+        InvalidParamsError: it is no string.
+        DuplicateRequestError: a live request has it.
+    """
+    if request_id is None:
+        while f"request-{number}" in live:
+            number += 1
+        return f"request-{number}"
+    if not isinstance(request_id, str):
+        raise InvalidParamsError(f"request_id={request_id!r} must be a string")
+    if request_id in live:
+        raise DuplicateRequestError(f"request id {request_id!r} belongs to a live request; wait for it or choose another id")
+    return request_id
 
 
 def _root(exc: BaseException) -> BaseException:

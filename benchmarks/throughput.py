@@ -34,7 +34,7 @@ def emit(record: dict[str, Any], as_json: bool) -> None:
 
 async def run(engine: asyncsched.Engine, workload: Workload) -> float:
     """Seconds for one pass, from an empty prefix cache."""
-    engine.flush_cache()
+    await engine.flush_cache()
     started = time.perf_counter()
     results = await engine.generate(workload.prompts, max_tokens=workload.output, temperature=0, ignore_eos=True)
     seconds = time.perf_counter() - started

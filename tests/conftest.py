@@ -28,7 +28,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 def _watchdog() -> BlockBuster:
     watchdog = BlockBuster("asyncsched")
     for function in watchdog.functions.values():
-        function.can_block_functions.append(STARTING)
+        function.can_block_functions += STARTING
     return watchdog
 
 

@@ -674,12 +674,13 @@ async def test_starting_does_not_block_the_loop(no_blocking_calls: BlockBuster) 
     """Policies are found by reading the metadata of what is installed: files, so not on the loop."""
     engine = Engine(backend=Backend(SimulatedExecutor(LIMITS), None, "simulated"), policy="lpm")
     for function in no_blocking_calls.functions.values():
-        function.can_block_functions.remove(STARTING)
+        for place in STARTING:
+            function.can_block_functions.remove(place)
     try:
         await engine.start()
     finally:
         for function in no_blocking_calls.functions.values():
-            function.can_block_functions.append(STARTING)
+            function.can_block_functions += STARTING
         await engine.aclose()
 
 

@@ -179,7 +179,7 @@ async def test_prefixes_show_what_they_promise() -> None:
         await fill(sim, 1)
         await fill(sim, 2, length=12)
         await fill(sim, 1, length=9)
-        sim.engine.flush_cache()
+        await sim.engine.flush_cache()
         assert seen[8] == (1, 3, 1)
         assert seen[12] == (2, 2, 0)
         await sim.finish()
@@ -315,10 +315,10 @@ async def test_flushing_forgets_what_is_unused_only() -> None:
         sim.executor.hold()
         sim.send(prompt(9, 1), 6)
         await sim.settle()
-        assert sim.engine.flush_cache() == 2
+        assert await sim.engine.flush_cache() == 2
         assert kept(sim, 1, 2) == [1]
         check_invariants(sim.engine)
         await sim.run_out()
-        assert sim.engine.flush_cache() == sim.statistics.free_pages - (64 - 3)
+        assert await sim.engine.flush_cache() == sim.statistics.free_pages - (64 - 3)
         assert sim.statistics.free_pages == 64
         await sim.finish()

@@ -105,7 +105,7 @@ async def test_cold_warm_flushed_and_uncached_runs_are_equal(depth: int) -> None
     async with simulation(depth=depth, chunk_cap=9) as sim:
         for round_ in range(3):
             if round_ == 2:
-                assert sim.engine.flush_cache() > 0
+                assert await sim.engine.flush_cache() > 0
                 assert sim.statistics.cached_pages == 0
             for index, tokens in enumerate(turns):
                 sim.send(tokens, 6, seed=index)
@@ -191,7 +191,7 @@ async def test_a_hit_is_the_same_tokens_and_not_the_same_hash() -> None:
     async with simulation() as sim:
         tree = sim.state.tree
         match, extend, peek = tree.match, tree.extend, tree.peek
-        tree.match = lambda namespace, tokens, step: match(namespace, Colliding(tokens), step)  # type: ignore[method-assign]
+        tree.match = lambda namespace, tokens, *rest: match(namespace, Colliding(tokens), *rest)  # type: ignore[method-assign]
         tree.peek = lambda namespace, tokens: peek(namespace, Colliding(tokens))  # type: ignore[method-assign]
         tree.extend = lambda node, tokens, *rest, **more: extend(node, Colliding(tokens), *rest, **more)  # type: ignore[method-assign]
         for index in range(12):
@@ -293,11 +293,11 @@ async def test_a_hit_makes_a_long_prompt_fit() -> None:
 async def test_flushing_an_idle_engine_twice() -> None:
     """sgl-project/sglang 20272; vllm-project/vllm, cache reset: nothing to flush is no error."""
     async with simulation() as sim:
-        assert sim.engine.flush_cache() == 0
-        assert sim.engine.flush_cache() == 0
+        assert await sim.engine.flush_cache() == 0
+        assert await sim.engine.flush_cache() == 0
         await finished(sim, prompt(20), 5)
-        assert sim.engine.flush_cache() == 6
-        assert sim.engine.flush_cache() == 0
+        assert await sim.engine.flush_cache() == 6
+        assert await sim.engine.flush_cache() == 0
         assert sim.statistics.free_pages == sim.statistics.total_pages
         sim.send(prompt(20), 5)
         await sim.finish()
@@ -311,6 +311,6 @@ async def test_flushing_under_load_spares_what_is_used() -> None:
             sim.send(prompt(30, index % 2), 10, seed=index)
         for _ in range(25):
             await sim.step()
-            sim.engine.flush_cache()
+            await sim.engine.flush_cache()
             check_invariants(sim.engine)
         await sim.finish()

@@ -80,7 +80,7 @@ def test_cold_warm_flushed_and_uncached_answers_are_equal(model: Decoder, page_s
             hits = engine.statistics().cached_tokens
             warm = await answers(engine, prompts, max_tokens=12, temperature=0.0)
             assert engine.statistics().cached_tokens >= hits + 8 * 16
-            engine.flush_cache()
+            await engine.flush_cache()
             assert await answers(engine, prompts, max_tokens=12, temperature=0.0) == warm == cold
         async with running(model, page_size=page_size, pages=1280 // page_size, prefix_cache=False) as engine:
             assert await answers(engine, prompts, max_tokens=12, temperature=0.0) == cold

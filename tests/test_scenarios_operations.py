@@ -56,7 +56,7 @@ async def test_pause_and_resume_when_idle_twice(depth: int, mode: Literal["keep"
             await run.engine.pause(mode)
             await run.engine.pause(mode)
             assert run.engine.health().status == "paused"
-            run.engine.flush_cache()
+            await run.engine.flush_cache()
             run.engine.resume()
             run.engine.resume()
             assert run.engine.health().status == "idle"

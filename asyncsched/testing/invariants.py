@@ -16,14 +16,14 @@ def check_invariants(engine: Engine, *, idle: bool = False) -> None:
     """Check pages, rows, references and the registry of a running engine.
 
     Args:
-        engine: Started, in this loop.
+        engine: Started, in this loop. With ``own_loop`` it must be idle, since another thread owns what is read.
         idle: Also require that nothing is live, in flight or held.
 
     Raises:
         InvariantError: an equation does not hold.
     """
     run = engine._running()
-    check_state(run.state, idle=idle)
+    check_state(run.control.state, idle=idle)
 
 
 def check_state(state: ControlState, *, idle: bool = False) -> None:
