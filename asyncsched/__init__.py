@@ -43,9 +43,14 @@ from .errors import RequestTimeoutError as RequestTimeoutError
 from .errors import RequestTooLargeError as RequestTooLargeError
 from .errors import StepFailedError as StepFailedError
 from .errors import TokenizeError as TokenizeError
+from .errors import TraceError as TraceError
 from .errors import UnsupportedModelError as UnsupportedModelError
 from .errors import WeightsError as WeightsError
 from .errors import WrongLoopError as WrongLoopError
+from .event_log import EventsLost as EventsLost
+from .event_log import LogStarted as LogStarted
+from .event_log import read_events as read_events
+from .event_log import record_events as record_events
 from .events import Admitted as Admitted
 from .events import Event as Event
 from .events import EventStream as EventStream

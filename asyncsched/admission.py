@@ -216,13 +216,14 @@ class Admission:
             state.counters.rejected += 1
             self.refuse(submission, AdmissionRejectedError(f"refused by the admission policy: {reason}"))
             return
+        prefix = state.events.prefix(submission.requests[0], state.limits.page_size) if state.events.listeners else ()
         for request in submission.requests:
             if request.ended:
                 continue
             state.enqueue(request)
             state.policies.on_submit(request)
             if state.events.listeners:
-                state.events.emit(Submitted(state.clock(), submission.request_id, request.number, len(request.prompt)))
+                state.events.emit(Submitted.of(request, state.clock(), prefix))
         self._planner.wake.set()
 
     def refuse(self, submission: Submission, error: AsyncschedError) -> None:

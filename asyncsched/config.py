@@ -40,7 +40,8 @@ class EngineConfig:
         prefix_cache: Reuse the pages of earlier prompts and answers.
         reserve: ``"full"`` reserves pages for the whole output at admission: nothing is ever preempted.
             ``"expected"`` reserves what is likely to be needed, runs more at once, and preempts when
-            pages run out.
+            pages run out. ``"prompt"`` reserves the prompt alone, as vLLM does: the most at once, and the
+            most preemptions.
         max_preemptions: A request preempted this often is spared while another victim can be found.
 
     Queue:
@@ -92,7 +93,7 @@ class EngineConfig:
     chunk_cap: int | None = None
     chunked_prefill: bool = True
     prefix_cache: bool = True
-    reserve: Literal["full", "expected"] = "full"
+    reserve: Literal["full", "expected", "prompt"] = "full"
     max_preemptions: int = 3
 
     own_loop: bool = False
@@ -125,8 +126,8 @@ class EngineConfig:
             raise ConfigError(f"load_format={self.load_format!r}: use auto, safetensors, gguf or dummy")
         if self.dtype not in ("auto", "bfloat16", "float32"):
             raise ConfigError(f"dtype={self.dtype!r}: use auto, bfloat16 or float32")
-        if self.reserve not in ("full", "expected"):
-            raise ConfigError(f"reserve={self.reserve!r}: use full or expected")
+        if self.reserve not in ("full", "expected", "prompt"):
+            raise ConfigError(f"reserve={self.reserve!r}: use full, expected or prompt")
         if self.when_full not in ("refuse", "wait"):
             raise ConfigError(f"when_full={self.when_full!r}: use refuse or wait")
         _at_least(self, 1, "max_rows", "page_size", "token_budget")

@@ -18,11 +18,14 @@ class StepWork:
         decode_rows: Rows that decode, one token each.
         context_tokens: Tokens those rows attend to, summed.
         prefill: ``(start, size)`` of each prompt chunk: ``size`` tokens after ``start`` computed ones.
+        contexts: Shortest and longest context among the decoding rows, if they are known: uneven rows
+            make attention kernels wait for the longest.
     """
 
     decode_rows: int
     context_tokens: int
     prefill: Sequence[tuple[int, int]] = ()
+    contexts: tuple[int, int] | None = None
 
     @property
     def prefill_tokens(self) -> int:

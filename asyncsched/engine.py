@@ -11,6 +11,8 @@ from typing import Any, Literal, Self, overload
 
 import anyio
 import anyio.to_thread
+import numpy as np
+from numpy.typing import NDArray
 
 from .backend import Backend, load_backend
 from .config import EngineConfig
@@ -29,7 +31,7 @@ from .statistics import Statistics
 from .stream import TokenStream
 from .tokenizer import Message, Tokenizer
 
-Prompt = str | Sequence[int] | Sequence[Message]
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Message]
 """Text, token ids, or chat messages."""
 
 KEEP: Any = object()

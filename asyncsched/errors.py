@@ -31,6 +31,7 @@
     │   ├── WeightsError                   weights missing, truncated or of wrong shape
     │   ├── UnsupportedModelError
     │   └── NotEnoughMemoryError
+    ├── TraceError (ValueError)            a workload trace or event log cannot be read, or changed as asked
     └── EngineError
         ├── EngineClosedError              not started yet, closing or closed
         ├── EngineDeadError                the device or a control task was lost
@@ -154,6 +155,10 @@ class UnsupportedModelError(ModelError):
 
 class NotEnoughMemoryError(ModelError):
     """The memory at hand does not hold the weights or one request's pages."""
+
+
+class TraceError(AsyncschedError, ValueError):
+    """A workload trace or an event log cannot be read; the text names the line."""
 
 
 class EngineError(AsyncschedError):

@@ -24,6 +24,7 @@ class Placement:
     def __init__(self, state: ControlState, config: EngineConfig) -> None:
         self._state = state
         self._full = config.reserve == "full"
+        self._grows = config.reserve == "expected"
         self._protect_after = config.max_preemptions
         self.estimate = ReserveEstimate()
         self.view: EngineView | None = None  # set once the view, which needs this object, exists
@@ -90,7 +91,8 @@ class Placement:
         total, spare = self.pages_needed(request), 0
         if not self._full:
             most, total = total, min(total, -(-(len(request.fill) + 1) // size))
-            spare = min(self._growth(request.max_new - len(request.output)), most - total) + self._running_growth()
+            if self._grows:
+                spare = min(self._growth(request.max_new - len(request.output)), most - total) + self._running_growth()
         reusable = self._reusable(request)
         return total, spare, reusable, self._state.tree.peek(request.namespace, reusable) if reusable else 0
 

@@ -37,6 +37,15 @@ def installed_policies() -> list[PolicyInfo]:
     return sorted((_info(point) for point in entry_points(group=GROUP)), key=lambda info: (info.name, info.distribution))
 
 
+def load_factory(name: str) -> Any:
+    """The class behind a policy's name or dotted path, not called yet.
+
+    Raises:
+        PolicyNotFoundError, PolicyLoadError: as ``load_policy``.
+    """
+    return _find(name)[0]
+
+
 def load_policy(spec: Any, hook: str) -> Any:
     """Make a policy from a name, ``"package.module:Class"``, ``{"name": …, option: …}``, or an instance.
 

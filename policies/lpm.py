@@ -2,51 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from heapq import heapify, heappop
 
-from ..errors import ConfigError
 from ..policy import EngineView, RequestView
+from ._cache_aware import CacheAware
 
 
-class LPM:
+@dataclass(eq=False)
+class LPM(CacheAware):
     """Requests whose prompt is cached furthest go first, so that shared prefixes are used while they last.
 
     The cache-aware order of SGLang (Zheng et al., NeurIPS 2024). Alone it starves cold requests
     under a flood of hot ones (sgl-project/sglang 31954), so a request that has waited
-    ``age_steps`` steps goes before all younger ones, in arrival order.
+    ``age_steps`` steps goes before all younger ones, in arrival order. SGLang gives this order up when
+    more than 128 requests wait; here a step looks up ``lookups`` of them, and a new request counts as
+    cold until its turn comes.
 
-    Not for workloads without shared prefixes: it then costs a look-up per waiting request and
-    orders like ``fcfs``.
+    Not for workloads without shared prefixes: it then costs the look-ups and orders like ``fcfs``.
 
     Args:
         age_steps: Steps after which a waiting request goes first.
         refresh_steps: How many steps a look-up of the cached length stays good. The cache changes
             with every step; a somewhat old answer orders nearly as well.
+        lookups: Most look-ups in one step, a few µs each.
+        defer_tokens: A request waits while another computes at least so many tokens of a prefix that
+            both share; ``None`` has them computed twice. Matters only where chunks are capped.
     """
 
     api_version = 1
+    name = "lpm"
 
-    def __init__(self, age_steps: int = 256, refresh_steps: int = 8) -> None:
-        if age_steps < 1 or refresh_steps < 1:
-            raise ConfigError("lpm: age_steps and refresh_steps must be at least 1")
-        self.age_steps = age_steps
-        self.refresh_steps = refresh_steps
-        self._known: dict[int, tuple[int, int]] = {}  # request number → (cached tokens, step of the look-up)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Request number → (-cached tokens, number, request), ready for a heap; only those that hit something.
+        self._known: dict[int, tuple[int, int, RequestView]] = {}
 
-    def order(self, waiting: Sequence[RequestView], view: EngineView) -> Iterable[RequestView]:
-        """Aged requests by arrival, then the others by cached prefix, longest first (ties by arrival)."""
-        oldest_young = view.step - self.age_steps
-        aged = [request for request in waiting if request.waiting_since_step <= oldest_young]
-        young = [request for request in waiting if request.waiting_since_step > oldest_young]
-        young.sort(key=lambda request: (-self._cached(request, view), request.number))
-        return aged + young
+    def _look_up(self, request: RequestView, view: EngineView) -> None:
+        cached = view.cached_prefix(request)
+        if cached:
+            self._known[request.number] = -cached, request.number, request
+        else:
+            self._drop(request.number)
 
-    def on_finish(self, request: RequestView) -> None:
-        """Forget the request."""
-        self._known.pop(request.number, None)
+    def _drop(self, number: int) -> None:
+        self._known.pop(number, None)
 
-    def _cached(self, request: RequestView, view: EngineView) -> int:
-        known = self._known.get(request.number)
-        if known is None or view.step - known[1] >= self.refresh_steps:
-            known = self._known[request.number] = (view.cached_prefix(request), view.step)
-        return known[0]
+    def _sorted(self, young: Sequence[RequestView], held: AbstractSet[int]) -> Iterator[RequestView]:
+        known = self._known
+        heap = [entry for request in young if (entry := known.get(request.number)) is not None]
+        if held:
+            heap = [entry for entry in heap if entry[1] not in held]
+        heapify(heap)
+        while heap:
+            yield heappop(heap)[2]
+        for request in young:
+            if request.number not in known and request.number not in held:
+                yield request

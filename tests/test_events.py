@@ -45,6 +45,48 @@ async def test_the_life_of_a_request(rig: Rig) -> None:
     assert finished.at == result.times.finished
 
 
+async def test_a_submission_tells_what_was_asked_for(rig: Rig) -> None:
+    events = rig.engine.events()
+    about: dict[str, Any] = {
+        "tenant": "t", "priority": 2, "deadline": 60.0, "ttft_target": 1.0, "tpot_target": 0.5, "program_id": "p",
+    }  # fmt: skip
+    result = await rig.engine.generate(PROMPT, max_tokens=4, n=2, **about)
+    await rig.engine.generate([*PROMPT[:9], 1, 2, 3], max_tokens=None)
+    first, second, third = [event for event in await drained(events) if isinstance(event, Submitted)]
+    assert {name: getattr(first, name) for name in about} == about
+    assert first.max_tokens == 4
+    assert first.arrived_at == result.times.arrived
+    assert first.arrived_at <= first.at
+    assert (second.prefix, second.number) == (first.prefix, first.number + 1)
+    assert len(first.prefix) == 4
+    assert third.prefix[:2] == first.prefix[:2]
+    assert third.prefix[2] != first.prefix[2]
+    assert third.max_tokens == 128 - 12
+    assert (third.tenant, third.priority, third.deadline, third.program_id) == ("", 0, None, None)
+
+
+async def test_events_can_be_read_in_batches(held: Rig) -> None:
+    events = held.engine.events()
+    seen: list[str] = []
+
+    async def observer() -> None:
+        while batch := await events.batch():
+            seen.extend(type(event).__name__ for event in batch)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(observer)
+        await turns()
+        assert seen == []
+        streams = [held.engine.stream(PROMPT, max_tokens=5) for _ in range(3)]
+        await turns()
+        assert seen == ["Submitted"] * 3 + ["Admitted"] * 3
+        for stream in streams:
+            stream.close()
+        events.close()
+    assert seen[6:] == ["Finished"] * 3
+    assert await events.batch() == []
+
+
 async def test_steps_are_told_in_order_and_add_up(rig: Rig) -> None:
     events = rig.engine.events()
     await rig.engine.generate([[i, *PROMPT] for i in range(12)], max_tokens=5)
@@ -195,7 +237,7 @@ async def test_nobody_listens_after_the_last_close(rig: Rig) -> None:
 
 
 def test_events_are_frozen() -> None:
-    event = Submitted(1.0, "a", 1, 3)
+    event = Finished(1.0, "a", 1, "stop", 3)
     with pytest.raises(FrozenInstanceError):
         event.at = 2.0  # type: ignore[misc]
     for kind in (Submitted, Admitted, Finished, StepCompleted):

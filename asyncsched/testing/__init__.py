@@ -1,6 +1,12 @@
 """Instruments for tests of engines and policies. No pytest inside."""
 
 from .byte_tokenizer import ByteTokenizer as ByteTokenizer
+from .conformance import ConformanceError as ConformanceError
+from .conformance import ConformanceReport as ConformanceReport
+from .conformance import check_policy as check_policy
+from .fake_views import FakePrefix as FakePrefix
+from .fake_views import FakeRequest as FakeRequest
+from .fake_views import FakeView as FakeView
 from .invariants import InvariantError as InvariantError
 from .invariants import check_invariants as check_invariants
 from .oracle import expected_tokens as expected_tokens

@@ -1,0 +1,7 @@
+"""``asyncsched new-policy``."""
+
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    pass

@@ -1,0 +1,63 @@
+"""Least slack first."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from ..policy import EngineView, RequestView
+from ._due_times import DueTimes
+from ._patience import Patience
+
+
+@dataclass(eq=False)
+class LeastSlack:
+    """The request that can wait least goes first: slack is the time left until it is due, less the time it will take.
+
+    Like ``edf``, but a long request is started earlier than a short one with the same deadline. The
+    time it will take is the cost model's forecast for the part of its prompt that is not cached, and
+    for a ``deadline`` its expected output at the present step time. Least laxity first (Mok, MIT 1983)
+    is optimal on one machine as ``edf`` is, and as bad under overload, so a request without slack left
+    goes behind all others. Those that have waited ``age_steps`` steps get every fourth admission.
+
+    Not while the cost model has seen nothing (it is ``edf`` then), nor if output lengths are anybody's
+    guess: they decide the order. Without deadlines and targets it is ``fcfs``.
+
+    Args:
+        feasibility: Put requests that have no slack left last.
+        age_steps: Steps after which a waiting request counts as starved.
+    """
+
+    api_version = 1
+    feasibility: bool = True
+    age_steps: int = 256
+
+    def __post_init__(self) -> None:
+        if self.age_steps < 1:
+            raise ConfigError("least-slack: age_steps must be at least 1")
+        self._times = DueTimes()
+        self._patience = Patience(self.age_steps)
+
+    def order(self, waiting: Sequence[RequestView], view: EngineView) -> Iterable[RequestView]:
+        """By slack, then those that are never due, then those that would be late; the latter two by arrival."""
+        for number in self._patience.admitted(waiting):
+            self._times.forget(number)
+        self._times.look(waiting, view)
+        return self._patience.order(self._ranked(waiting, view.now), waiting, view)
+
+    def on_finish(self, request: RequestView) -> None:
+        """Forget it, and learn from its length."""
+        self._times.finish(request)
+
+    def _ranked(self, waiting: Sequence[RequestView], now: float) -> Iterator[RequestView]:
+        start = self._times.start  # slack is this less ``now``, so the order is the same
+
+        def latest_start(request: RequestView) -> float:
+            return start[request.number]
+
+        ranked = sorted(waiting, key=latest_start)
+        late = bisect_left(ranked, now, key=latest_start) if self.feasibility else 0
+        yield from ranked[late:]
+        yield from sorted(ranked[:late], key=lambda request: request.number)

@@ -1,0 +1,84 @@
+"""Strict classes by priority, with ageing."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError
+from ..policy import EngineView, RequestView
+from ..registry import load_policy
+from ._rota import Rota
+
+
+@dataclass(eq=False)
+class Priority:
+    """Lower ``priority`` numbers go first, strictly; within a class another policy decides.
+
+    A waiting request gains one class per ``age_steps`` steps, so that the lowest class is served even
+    if higher ones never pause. With ``preempt`` a request that does not fit takes the rows of lower
+    classes, without which a full batch of these holds it up until one of them ends (sgl-project/sglang
+    14872, vllm-project/vllm 40004). A class earned by waiting lets it keep its row, but take none: else
+    two requests could take it from each other in turn. If pages run out, the lowest class gives way
+    (``victims``). Cached prefixes of a higher class are protected by the eviction policy
+    ``priority-eviction``; the two are for use together.
+
+    Not for sharing between equals: who may choose his class chooses the highest; use ``vtc``.
+
+    Args:
+        age_steps: Steps of waiting that are worth a class; 0 is never, and may starve low classes.
+        within: The policy that orders each class; it is asked once per class and step.
+        preempt: Whether a waiting request may take the row of one of a lower class.
+    """
+
+    api_version = 1
+    age_steps: int = 256
+    within: Any = "fcfs"
+    preempt: bool = False
+
+    def __post_init__(self) -> None:
+        if self.age_steps < 0:
+            raise ConfigError("priority: age_steps must be at least 1, or 0 for no ageing")
+        self._inner = load_policy(self.within, "order")
+        self.parts = (self._inner,)
+        self._classes: dict[int, int] = {}
+        self._rota = Rota(64)
+        if self.preempt:  # else there is no such hook: with it the order is asked for in full steps, too
+            self.preempt_for = self._lower_classes
+        if not self.age_steps:
+            self.starvation = "waived: without age_steps a higher class always goes first"
+
+    def order(self, waiting: Sequence[RequestView], view: EngineView) -> Iterator[RequestView]:
+        """Class by class; within one as the inner policy says."""
+        classes = self._classes
+        for request in waiting:
+            if request.number not in classes:
+                classes[request.number] = request.priority
+        if self.age_steps:
+            for request in self._rota.next(waiting):
+                waited = view.step - request.waiting_since_step
+                classes[request.number] = request.priority - waited // self.age_steps
+
+        ranked, start = sorted(waiting, key=self._class_of), 0
+        while start < len(ranked):
+            end = bisect_right(ranked, self._class_of(ranked[start]), lo=start, key=self._class_of)
+            yield from self._inner.order(ranked[start:end], view)
+            start = end
+
+    def victims(self, running: Sequence[RequestView], pages: int, view: EngineView) -> Iterable[RequestView]:
+        """Lowest class first, then latest admitted."""
+        latest_first = running[::-1]
+        return sorted(latest_first, key=lambda request: -self._class_of(request))
+
+    def on_finish(self, request: RequestView) -> None:
+        """Forget the request."""
+        self._classes.pop(request.number, None)
+
+    def _lower_classes(self, request: RequestView, running: Sequence[RequestView], view: EngineView) -> Iterable[RequestView]:
+        return [one for one in self.victims(running, 0, view) if self._class_of(one) > request.priority]
+
+    def _class_of(self, request: RequestView) -> int:
+        """Its class, with what it has earned by waiting: while it runs, what it had when it was admitted."""
+        return self._classes.get(request.number, request.priority)
