@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from anyio.lowlevel import current_token
 
 from .errors import WrongLoopError
+from .wakeup import Waiter
 
 T = TypeVar("T")
 
@@ -29,6 +30,7 @@ class LoopBinding:
         thread: The thread's identifier.
         clock: The loop's time in seconds; unlike ``anyio.current_time`` also usable in loop callbacks,
             which run in no task.
+        new_waiter: Makes what one task of this loop can wait on, once.
     """
 
     def __init__(self) -> None:
@@ -38,14 +40,18 @@ class LoopBinding:
         self.clock: Callable[[], float]
         if isinstance(home, asyncio.AbstractEventLoop):
             self.clock = home.time
+            self.new_waiter: Callable[[], Waiter] = home.create_future
             # In the engine's own context: a poster's would say which library *its* loop is of, for one.
             self._call: Callable[[Callable[[], object]], object] = partial(home.call_soon_threadsafe, context=copy_context())
             self._current: Callable[[], object] = asyncio.get_running_loop
         else:
             import trio
 
+            from .trio_waiter import TrioWaiter
+
             assert isinstance(home, trio.lowlevel.TrioToken)
             self.clock = trio.current_time
+            self.new_waiter = TrioWaiter
             self._call = home.run_sync_soon
             self._current = trio.lowlevel.current_trio_token
 

@@ -52,6 +52,17 @@ class Detokenizer:
         del pending[:used]
         return text
 
+    def feed_one(self, token: int) -> str:
+        """``feed`` of one token: as a rule it is whole characters, and nothing is pending."""
+        if token in self._skipped:
+            return ""
+        if not self._pending and not self._at_start:
+            try:
+                return self._token_bytes(token).decode()
+            except UnicodeDecodeError:
+                pass  # a part of a character, or bytes that are none
+        return self.feed((token,))
+
     def finish(self) -> str:
         """Return what an incomplete last character amounts to: U+FFFD once, or ``""``. Idempotent."""
         text, _ = utf_8_decode(self._pending, "replace", True)

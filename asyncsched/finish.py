@@ -121,10 +121,11 @@ class Finisher:
                 state.release(request, "stop", stop_reason=token if token in request.params.stop_token_ids else None)
             else:
                 state.release(request, "length")
-        if table.listening.any():
-            for row in rows[table.listening[rows]].tolist():
-                table.listening[row] = False
-                self._request(row).submission.wake()
+        heard = table.listening[rows]
+        if heard.any():
+            table.listening[rows] = False
+            for row, token in zip(rows[heard].tolist(), tokens[heard].tolist(), strict=True):
+                self._request(row).submission.wake(token)
 
     def _request(self, row: int) -> Request:
         request = self._state.by_row[row]

@@ -24,7 +24,7 @@ from .errors import AsyncschedError, EngineClosedError
 from .events import Event, EventBus, EventStream
 from .health import Health
 from .policy_set import PolicySet
-from .relay import Mirror, Relay, RelayedSubmission, Update
+from .relay import Batch, Mirror, Relay, RelayedSubmission
 from .request import RequestOptions, Submission
 from .run import Run, checked_id, refuse_when_draining
 from .sampling_params import SamplingParams
@@ -41,7 +41,7 @@ class OwnLoopRun:
         self._make = partial(Run, config, backend, policies, cost_model)
         self._binding = LoopBinding()
         self._mirror = Mirror()
-        self._updates: Inbox[list[Update]] = Inbox(self._binding, self._mirror.apply)
+        self._updates: Inbox[Batch] = Inbox(self._binding, self._mirror.apply)
         self._events = EventBus()
         self._forwarded: Inbox[Event] = Inbox(self._binding, self._events.emit)
         self._forwarding = False
@@ -105,7 +105,8 @@ class OwnLoopRun:
         refuse_when_draining(self._draining)
         request_id = checked_id(request_id, self._mirror.live, self._numbers + 1)
         tokens = self._run.admission.check(prompt, params)
-        local = Submission(self._numbers + 1, request_id, prompt, params, options, self._binding.clock())
+        number, binding = self._numbers + 1, self._binding
+        local = Submission(number, request_id, prompt, params, options, binding.clock(), binding.new_waiter)
         self._numbers += params.n
         self._mirror.live[request_id] = local
         self._calls.post(partial(self._enter, local, prompt if tokens is None else tokens))
@@ -113,7 +114,7 @@ class OwnLoopRun:
 
     def _enter(self, local: Submission, prompt: Any) -> None:
         """Engine's loop."""
-        make = partial(RelayedSubmission, local, self._relay.ready)
+        make = partial(RelayedSubmission, local, self._relay)
         try:
             self._run.submit(prompt, local.params, local.options, local.request_id, make)
         except AsyncschedError as exc:

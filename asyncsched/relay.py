@@ -8,7 +8,7 @@ new and posts it, one message for everything that a step brought. On the applica
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -68,25 +68,52 @@ class Update:
     arrived_at: float
 
 
+@dataclass(slots=True)
+class Batch:
+    """Everything that a step brought.
+
+    Attributes:
+        locals, tokens: Submissions on the application's side of which one token is all that is new, and those tokens.
+        updates: What is new of others.
+    """
+
+    locals: list[Submission] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    updates: list[Update] = field(default_factory=list)
+
+
 class RelayedSubmission(Submission):
-    """A submission whose reader is in another loop: every token wakes it, and waking it queues an update."""
+    """A submission whose reader is in another loop: every token wakes it, and waking it queues the token or an update.
 
-    __slots__ = ("known", "local", "queued", "ready", "sent")
+    Attributes:
+        plain: It has one request, whose tokens need no attention and whose first one was sent.
+    """
 
-    def __init__(self, local: Submission, ready: Callable[[RelayedSubmission], None], *args: Any) -> None:
+    __slots__ = ("known", "local", "plain", "queued", "relay", "sent")
+
+    def __init__(self, local: Submission, relay: Relay, *args: Any) -> None:
         super().__init__(*args)
         self.local = local
-        self.ready = ready
+        self.relay = relay
+        self.plain = False
         self.attentive = True
         self.queued = False
         self.sent = [0] * self.params.n
         self.known = [False] * self.params.n
 
-    def wake(self) -> None:
-        """Queue an update."""
-        if not self.queued:
-            self.queued = True
-            self.ready(self)
+    def wake(self, token: int | None = None) -> None:
+        """Queue the token if it is all that is new, else an update."""
+        if self.queued:
+            return
+        if token is not None and self.plain:
+            request = self.requests[0]
+            if request.received == self.sent[0] + 1 and request.row is not None and request.rows is not None:
+                self.sent[0] += 1
+                request.rows.listening[request.row] = True
+                self.relay.pass_on(self.local, token)
+                return
+        self.queued = True
+        self.relay.ready(self)
 
 
 class Relay:
@@ -97,24 +124,34 @@ class Relay:
         post: Takes a batch of updates to the application's loop.
     """
 
-    def __init__(self, binding: LoopBinding, post: Callable[[list[Update]], None]) -> None:
+    def __init__(self, binding: LoopBinding, post: Callable[[Batch], None]) -> None:
         self._binding = binding
         self._post = post
         self._ready: list[RelayedSubmission] = []
+        self._batch = Batch()
+
+    def pass_on(self, local: Submission, token: int) -> None:
+        """One token is all that is new of a submission; it leaves when the step that brought it is done with."""
+        if not self._ready and not self._batch.locals:
+            self._binding.call_soon(self._flush)
+        self._batch.locals.append(local)
+        self._batch.tokens.append(token)
 
     def ready(self, submission: RelayedSubmission) -> None:
-        """A submission has news; they leave when the step that brought them is done with."""
-        self._ready.append(submission)
-        if len(self._ready) == 1:
+        """A submission has other news; they leave at the same time."""
+        if not self._ready and not self._batch.locals:
             self._binding.call_soon(self._flush)
+        self._ready.append(submission)
 
     def refuse(self, local: Submission, error: BaseException) -> None:
         """A submission was not accepted."""
-        self._post([Update(local, [], error, local.arrived_at)])
+        self._post(Batch(updates=[Update(local, [], error, local.arrived_at)]))
 
     def _flush(self) -> None:
+        batch, self._batch = self._batch, Batch()
         ready, self._ready = self._ready, []
-        self._post([_news(submission) for submission in ready])
+        batch.updates = [_news(submission) for submission in ready]
+        self._post(batch)
 
 
 def _news(submission: RelayedSubmission) -> Update:
@@ -129,6 +166,7 @@ def _news(submission: RelayedSubmission) -> Update:
         facts = None
         if request.ended or (tokens and not submission.known[index]):
             submission.known[index] = True
+            submission.plain = submission.params.n == 1 and not request.eager
             facts = _facts(request)
         elif not tokens:
             continue
@@ -171,9 +209,14 @@ class Mirror:
             self._watchers.append(event)
             await event.wait()
 
-    def apply(self, updates: list[Update]) -> None:
+    def apply(self, batch: Batch) -> None:
         """Bring submissions up to date and wake their readers."""
-        for update in updates:
+        for local, token in zip(batch.locals, batch.tokens, strict=True):
+            request = local.requests[0]
+            if request.finish_reason is None:  # else the application has given it up meanwhile
+                request.output.append(token)
+                local.wake(token)
+        for update in batch.updates:
             local = update.local
             if local.ended:
                 continue

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-import anyio
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,6 +16,7 @@ from .prefix import Node, Use
 from .request_view import RequestFace
 from .rows import STOP_SLOTS, RowTable
 from .sampling_params import SamplingParams
+from .wakeup import Waiter
 
 if TYPE_CHECKING:
     from .text import TextAssembler
@@ -81,13 +81,14 @@ class Submission:
     """
 
     __slots__ = (
-        "_event", "arrived_at", "attentive", "cancelled", "error", "number", "options", "params", "prompt", "request_id",
-        "requests",
+        "_new_waiter", "_waiter", "arrived_at", "attentive", "cancelled", "error", "number", "options", "params", "prompt",
+        "request_id", "requests",
     )  # fmt: skip
 
     def __init__(
-        self, number: int, request_id: str, prompt: Any, params: SamplingParams, options: RequestOptions, arrived_at: float
-    ) -> None:
+        self, number: int, request_id: str, prompt: Any, params: SamplingParams, options: RequestOptions, arrived_at: float,
+        new_waiter: Callable[[], Waiter],
+    ) -> None:  # fmt: skip
         self.number = number
         self.request_id = request_id
         self.prompt = prompt
@@ -98,7 +99,8 @@ class Submission:
         self.error: BaseException | None = None
         self.cancelled = False
         self.attentive = False
-        self._event: anyio.Event | None = None
+        self._new_waiter = new_waiter
+        self._waiter: Waiter | None = None
 
     @property
     def ended(self) -> bool:
@@ -107,22 +109,32 @@ class Submission:
             return True
         return bool(self.requests) and all(request.ended for request in self.requests)
 
-    def wake(self) -> None:
-        """Let the consumer look again, if one waits."""
-        self.attentive = False
-        if self._event is not None:
-            self._event.set()
-            self._event = None
+    def wake(self, token: int | None = None) -> None:
+        """Let the consumer look again, if one waits.
 
-    async def changed(self, *, tokens: bool) -> None:
-        """Wait for the next ``wake``: with ``tokens`` for the next token, else for the end. One consumer at a time."""
-        event = self._event = anyio.Event()
+        Args:
+            token: The one it waits for, if that is all that is new.
+        """
+        waiter = self._waiter
+        if waiter is None:
+            return
+        self._waiter = None
+        self.attentive = False
+        if not waiter.done():  # else the consumer was cancelled just now
+            waiter.set_result(token)
+
+    def changed(self, *, tokens: bool) -> Waiter:
+        """Await this for the next ``wake``: with ``tokens`` for the next token, else for the end. One consumer at a time.
+
+        The value is the token that ``wake`` passed on, or ``None``.
+        """
+        waiter = self._waiter = self._new_waiter()
+        self.attentive = tokens
         if tokens:
-            self.attentive = True
             for request in self.requests:
                 if request.row is not None and request.rows is not None:
                     request.rows.listening[request.row] = True
-        await event.wait()
+        return waiter
 
 
 class Request:
@@ -228,7 +240,7 @@ class Request:
         """Output tokens that have arrived."""
         if self.row is None or self.rows is None:
             return len(self.output)
-        return int(self.rows.received[self.row])
+        return self.rows.received.item(self.row)
 
     @property
     def eager(self) -> bool:

@@ -117,7 +117,8 @@ class Run:
         self.refuse_when_over()
         refuse_when_draining(self.draining)
         request_id = checked_id(request_id, self.state.live, self._numbers + 1)
-        submission = make(self._numbers + 1, request_id, prompt, params, options, self.state.clock())
+        number, binding = self._numbers + 1, self.binding
+        submission = make(number, request_id, prompt, params, options, binding.clock(), binding.new_waiter)
         self._numbers += params.n  # reserved now, so that numbers are in order of arrival whatever tokenising takes
         self.admission.submit(submission)
         self._timekeeper.watch(submission)

@@ -71,6 +71,11 @@ class TextAssembler:
         delta = self._checked(stops, tokens[len(free) :])
         return TextDelta(text + delta.text, delta.stopped_by, len(free) + delta.used)
 
+    def feed_one(self, token: int) -> str:
+        """The text that ``feed`` gives for one token where there are no stop strings."""
+        assert self._stops is None
+        return self._detokenizer.feed_one(token)
+
     def finish(self) -> str:
         """Return what is still held back, when the request ended for another reason. Idempotent.
 

@@ -1,6 +1,9 @@
-"""A flag one task waits on and anyone on the loop may set; setting it twice wakes once."""
+"""What tasks wait on: a flag that anyone on the loop may set, and a single wait that ends with a value."""
 
 from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, Protocol
 
 import anyio
 
@@ -27,3 +30,19 @@ class Signal:
             event = self._event = anyio.Event()
             await event.wait()
         self._set = False
+
+
+class Waiter(Protocol):
+    """One wait of one task; an ``asyncio.Future`` is one. Costs a quarter of an ``anyio.Event``. Loop thread only."""
+
+    def done(self) -> bool:
+        """True once it has a value, or its task was cancelled."""
+        ...
+
+    def set_result(self, value: Any, /) -> None:
+        """End the wait; not when it is ``done``."""
+        ...
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """The value."""
+        ...

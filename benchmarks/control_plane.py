@@ -1,10 +1,12 @@
-"""Cost of the control plane alone: planning and finishing per decode step, with an executor that answers at once.
+"""Cost of the control plane alone: decode steps, streaming and admission, with an executor that answers at once.
 
-Usage: python -m benchmarks.control_plane [--batch 64 256 1024] [--steps 400] [--depth 2] [--json]
+Usage: python -m benchmarks.control_plane [--batch 64 256 1024 4096] [--streamed 0 10 100] [--steps 400]
+[--depth 2] [--json]
 
 The whole engine runs (tasks, bridge, event loop); only the model is missing. Prompts are computed
-first; timed are pure decode steps with all requests running and nobody reading tokens. The last line
-is the prefix tree alone: matching and inserting prompts of 1,024 tokens, the first half of them shared.
+first; timed are pure decode steps with all requests running, while the given share of them, in percent,
+is read token by token as text. The last two lines are admission: requests with prompts of 16 tokens and
+one token of output, submitted and finished 256 at a time, given as token ids and as text.
 """
 
 from __future__ import annotations
@@ -14,17 +16,20 @@ import json
 import random
 import statistics
 import time
+from itertools import pairwise
 from typing import Any
 
 import anyio
-import numpy as np
 
 import asyncsched
-from asyncsched.radix import RadixTree
-from asyncsched.testing import InstantExecutor
+from asyncsched.testing import ByteTokenizer, InstantExecutor
 
 PROMPT = 256
 WARM_UP = 20
+STREAMED_STEPS, STREAMED_TOKENS = 50, 100_000
+"""With readers at least so many steps, and otherwise no more than so many tokens."""
+
+ADMITTED, BATCHES, SHORT_PROMPT = 256, 40, 16
 
 
 class TimedExecutor(InstantExecutor):
@@ -41,74 +46,99 @@ class TimedExecutor(InstantExecutor):
         super().submit(plan)
 
 
-async def measure(batch: int, steps: int, depth: int) -> dict[str, Any]:
-    """Median microseconds per decode step at ``batch`` running requests."""
-    rng = random.Random(0)
-    length = PROMPT + steps + WARM_UP + 16
+class Readers:
+    """Counts what the readers got."""
+
+    def __init__(self) -> None:
+        self.chunks = 0
+        self.characters = 0
+
+    async def read(self, stream: asyncsched.TokenStream) -> None:
+        """Take one stream's text as it comes."""
+        async for chunk in stream:
+            self.chunks += 1
+            self.characters += len(chunk.text)
+
+
+async def decode(batch: int, steps: int, depth: int, streamed: int) -> dict[str, Any]:
+    """Microseconds per decode step at ``batch`` running requests, ``streamed`` percent of them read as text."""
+    rng, readers, live = random.Random(0), Readers(), round(batch * streamed / 100)
+    if live:
+        steps = min(steps, max(STREAMED_STEPS, STREAMED_TOKENS // batch))
+    output = steps + WARM_UP
+    length = PROMPT + output + 16
     limits = asyncsched.ExecutorLimits(
         max_rows=batch, pages=batch * (-(-length // 16) + 1), page_size=16, max_model_len=length + 1, vocab_size=50_000
     )
     executor = TimedExecutor(limits)
-    backend = asyncsched.Backend(executor, None, "none")
-    async with asyncsched.Engine(
-        backend=backend, depth=depth, token_budget=batch * PROMPT + batch, max_rows=batch, page_size=16
-    ) as engine:
-        prompts = [[rng.randrange(100, 40_000) for _ in range(PROMPT)] for _ in range(batch)]
-        await engine.generate(prompts, max_tokens=steps + WARM_UP, temperature=0, ignore_eos=True)
-    pairs = list(zip(executor.stamps, executor.stamps[1:], strict=False))
-    costs = [after - before for (before, pure_before), (after, pure_after) in pairs if pure_before and pure_after][WARM_UP:]
+    backend = asyncsched.Backend(executor, ByteTokenizer(), "none")
+    async with (
+        asyncsched.Engine(backend=backend, depth=depth, token_budget=batch * PROMPT + batch) as engine,
+        anyio.create_task_group() as tasks,
+    ):
+        for index in range(batch):
+            prompt = [rng.randrange(100, 40_000) for _ in range(PROMPT)]
+            stream = engine.stream(prompt, max_tokens=output, temperature=0, ignore_eos=True)
+            tasks.start_soon(readers.read if index < live else asyncsched.TokenStream.result, stream)
+    stamps = executor.stamps
+    costs = [after - before for (before, pure_before), (after, pure_after) in pairwise(stamps) if pure_before and pure_after]
+    costs = costs[WARM_UP:]
     median = statistics.median(costs) * 1e6
     return {
         "engine": "asyncsched",
         "batch": batch,
         "depth": depth,
+        "streamed": streamed,
         "steps": len(costs),
         "us_per_step": round(median, 1),
         "us_per_request_step": round(median / batch, 4),
+        "mean_us_per_request_step": round(statistics.fmean(costs) * 1e6 / batch, 4),
+        "tokens_per_chunk": round(readers.characters / readers.chunks, 3) if live else None,
     }
 
 
-def measure_tree(page_size: int = 16, prompts: int = 2000) -> dict[str, Any]:
-    """Median microseconds to match and to insert a prompt whose first half is cached."""
-    rng = np.random.default_rng(0)
-    tree = RadixTree(page_size, lambda node: (node.last_used, -node.depth))
-    shared = rng.integers(0, 50_000, 512).astype(np.int32)
-    matching, inserting = [], []
-    for step in range(prompts):
-        tokens = np.concatenate([shared, rng.integers(0, 50_000, 512).astype(np.int32)]).tobytes()
-        pages = np.arange(1024 // page_size, dtype=np.int32)
-        started = time.perf_counter()
-        node, found = tree.match("", tokens, step)
-        matched = time.perf_counter()
-        tree.extend(node, tokens[len(found) * page_size * 4 :], pages[len(found) :], step)
-        inserted = time.perf_counter()
-        matching.append(matched - started)
-        inserting.append(inserted - matched)
+async def admission(prompts: str, depth: int) -> dict[str, Any]:
+    """Requests per second that are submitted, admitted, prefilled and finished; median over batches of 256."""
+    rng, tokenizer = random.Random(0), ByteTokenizer()
+    limits = asyncsched.ExecutorLimits(
+        max_rows=ADMITTED, pages=8 * ADMITTED, page_size=16, max_model_len=64, vocab_size=tokenizer.vocab_size
+    )
+    backend = asyncsched.Backend(InstantExecutor(limits), tokenizer, "none")
+    rates = []
+    async with asyncsched.Engine(backend=backend, depth=depth, token_budget=ADMITTED * SHORT_PROMPT) as engine:
+        for _ in range(BATCHES):
+            ids = [[rng.randrange(97, 123) for _ in range(SHORT_PROMPT)] for _ in range(ADMITTED)]
+            batch = ids if prompts == "ids" else [bytes(one[1:]).decode() for one in ids]  # the tokenizer adds a first token
+            started = time.perf_counter()
+            await engine.generate(batch, max_tokens=1, temperature=0)
+            rates.append(ADMITTED / (time.perf_counter() - started))
     return {
         "engine": "asyncsched",
-        "prefix_tree": "1024 tokens, half shared",
-        "match_us": round(statistics.median(matching) * 1e6, 2),
-        "insert_us": round(statistics.median(inserting) * 1e6, 2),
+        "admission": prompts,
+        "depth": depth,
+        "batch": ADMITTED,
+        "admission_per_s": round(statistics.median(rates)),
     }
 
 
 def main() -> None:
-    """Parse the command line and print one line per batch size."""
+    """Parse the command line and print one line per measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--batch", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    parser.add_argument("--streamed", type=int, nargs="+", default=[0, 10, 100], help="percent of the requests that are read")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="one JSON object per line (default: a table)")
     options = parser.parse_args()
-    for batch in options.batch:
-        result = anyio.run(measure, batch, options.steps, options.depth)
-        if options.json:
-            print(json.dumps(result), flush=True)
-        else:
-            print("batch {batch:5d}: {us_per_step:8} µs per step, {us_per_request_step:7} µs per request-step".format(**result))
-
-    tree = measure_tree()
-    print(json.dumps(tree) if options.json else "prefix tree: match {match_us} µs, insert {insert_us} µs".format(**tree))
+    line = "batch {batch:5d}, {streamed:3d} % read: {us_per_step:8} µs per step, {us_per_request_step:7} µs per request-step"
+    for streamed in options.streamed:
+        for batch in options.batch:
+            result = anyio.run(decode, batch, options.steps, options.depth, streamed)
+            print(json.dumps(result) if options.json else line.format(**result), flush=True)
+    for prompts in ("ids", "text"):
+        result = anyio.run(admission, prompts, options.depth)
+        line = "admission, prompts as {admission}: {admission_per_s} requests per second"
+        print(json.dumps(result) if options.json else line.format(**result))
 
 
 if __name__ == "__main__":
