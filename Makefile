@@ -12,10 +12,10 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 TYPED := build/typing/asyncsched tests scripts $(patsubst %/,%,$(sort $(dir $(wildcard examples/*.py benchmarks/*.py))))
 
-BENCHMARKS = $(filter-out soak,$(basename $(notdir $(shell grep -l '^if __name__' benchmarks/*.py))))
+BENCHMARKS = $(filter-out compare fidelity effects soak summary,$(basename $(notdir $(shell grep -l '^if __name__' benchmarks/*.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint format types coverage bench soak docs wheel wheel-test clean
+.PHONY: help run test lint format types coverage bench peers soak docs wheel wheel-test clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-12s %s\n", $$1, $$2}'
@@ -61,8 +61,14 @@ coverage: .venv/.tools .venv/.model  ## the test suite with line coverage
 	$(PY) -m coverage run -m pytest $(ARGS)
 	$(PY) -m coverage report
 
-bench: .venv/.tools .venv/.model  ## every benchmark, one after the other
-	set -e; for module in $(BENCHMARKS); do echo "== $$module"; $(PY) -m benchmarks.$$module $(ARGS); done
+bench: .venv/.tools .venv/.model  ## every benchmark, the comparison with installed peers, one table and one plot
+	mkdir -p build/bench
+	set -e; for module in $(BENCHMARKS) compare; do \
+		echo "== $$module"; $(PY) -m benchmarks.$$module --json $(ARGS) > build/bench/$$module.jsonl; cat build/bench/$$module.jsonl; done
+	$(PY) -m benchmarks.summary build/bench
+
+peers: .venv/.engine .venv/.model  ## install the engines that the comparison runs against
+	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" bash scripts/install_peers.sh $(ARGS)
 
 soak: .venv/.tools .venv/.model  ## long random load with cancellations, then a check for leaks
 	$(PY) -m benchmarks.soak $(ARGS)

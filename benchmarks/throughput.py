@@ -21,6 +21,7 @@ STARTED = time.perf_counter()
 
 import asyncsched  # noqa: E402 - the import is part of what a user waits for
 
+from .peers.report import peak_rss_mb  # noqa: E402
 from .workloads import Workload, warm_up_prompts, workloads  # noqa: E402
 
 
@@ -74,6 +75,7 @@ async def main(options: argparse.Namespace) -> None:
                 },
                 options.json,
             )
+        emit({"engine": "asyncsched", "workload": "memory", "max_rss_mb": peak_rss_mb()}, options.json)
 
 
 if __name__ == "__main__":
