@@ -90,6 +90,7 @@ class StepCosts:
 
 
 _SCALE = np.array([1.0, 1e-2, 1e-4, 1e-3, 1e-6])  # brings the five features to the same order of magnitude
+_WIDEST = 5e3  # trace of the spread at the start
 
 
 class FittedCost:
@@ -111,11 +112,13 @@ class FittedCost:
     def observe(self, work: StepWork, seconds: float) -> None:
         """Take one measured step into account."""
         features = _features(work)
+        # What the work does not vary must not be forgotten without end: the spread would grow beyond all bounds.
+        forget = self._forget if np.trace(self._spread) < _WIDEST else 1.0
         gain = self._spread @ features
-        gain /= self._forget + features @ gain
+        gain /= forget + features @ gain
         self._theta += gain * (seconds - features @ self._theta)
-        spread = (self._spread - np.outer(gain, features @ self._spread)) / self._forget
-        self._spread = np.clip((spread + spread.T) / 2, -1e6, 1e6)  # an idle direction must not grow without end
+        spread = (self._spread - np.outer(gain, features @ self._spread)) / forget
+        self._spread = (spread + spread.T) / 2
         self.observed += 1
 
     def seconds(self, work: StepWork) -> float:

@@ -24,7 +24,7 @@ def load_cost_model(spec: Any) -> CostModel | None:
         return None
     if isinstance(spec, str | Path):
         return read_cost_model(Path(spec))
-    if callable(getattr(spec, "seconds", None)):
+    if callable(getattr(spec, "seconds", None)) and not isinstance(spec, type):
         model: CostModel = spec
         return model
     raise ConfigError(f"cost_model={spec!r}: give an object with seconds(work), or the path of a file")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .config import EngineConfig
@@ -102,24 +104,37 @@ class Placement:
         It is admitted when the steps in flight have completed; until then what was given up counts as free.
         """
         state = self._state
-        rows, size = state.rows, state.limits.page_size
+        rows = state.rows
         if rows.free + rows.limbo and self._fits(request):
             return
         running = state.running()
         named = state.policies.preempt_for(request, running, self.view)
         victims = [victim for victim in named if victim.preemptions < self._protect_after]
-        total, spare, _, cached = self._needs(request)
-        spoils = sum(len(victim.pages) for victim in victims)  # at most: some of them may have further users
-        if not victims or not self._obtainable(total - cached // size - spoils, spare):
+        if not victims or not self._fits(request, victims):
             return
         for victim in victims:
             state.preempt(victim)
             if self._fits(request):
                 return
 
-    def _fits(self, request: Request) -> bool:
-        total, spare, _, cached = self._needs(request)
-        return self._obtainable(total - cached // self._state.limits.page_size, spare)
+    def _fits(self, request: Request, victims: Sequence[Request] = ()) -> bool:
+        """True if the request's pages could be had, if ``victims`` lost their rows."""
+        total, spare, reusable, cached = self._needs(request)
+        users: dict[Node, int] = {}  # how many of the victims use each cached run
+        for victim in victims:
+            node = victim.node
+            while node is not None:
+                users[node] = users.get(node, 0) + 1
+                node = node.parent
+        unused = sum(len(node.pages) for node, count in users.items() if node.refs == count)
+        gain = unused + sum(victim.own_pages for victim in victims)
+        left = hit = cached // self._state.limits.page_size
+        for node in self._state.tree.path(request.namespace, reusable) if reusable else ():
+            pages = min(left, len(node.pages))
+            left -= pages
+            if node.refs == users.get(node, 0):
+                gain -= pages  # nobody would use these but the request itself: it cannot have them evicted, too
+        return self._obtainable(total - hit - gain, spare)
 
     def grow(self, decode: IntArray) -> PageAppends | None:
         """Pages for the rows of a decode step that have none left, or ``None`` if the step must wait for them.

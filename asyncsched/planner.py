@@ -20,6 +20,9 @@ from .service import StepService, output_by_tenant
 from .state import ControlState, InFlight, PlannedChunk
 from .wakeup import Signal
 
+NO_PREFILL = PrefillBudget(0, 1)
+"""The budget of a step for which no policy was asked, since there are no prompts."""
+
 
 class Planner:
     """Builds plans while fewer than ``depth`` steps are in flight and something is runnable.
@@ -81,7 +84,10 @@ class Planner:
         """The next plan, or ``None`` if nothing is runnable."""
         state = self._state
         rows = state.rows
-        order = self._make_way()
+        budget = NO_PREFILL
+        if state.prefilling or state.waiting:
+            budget = state.policies.budget(self._view, self._budget, self._chunk_cap, len(rows.decode_rows()))
+        order = self._make_way() if budget.tokens else None
         pages = self._placement.grow(rows.decode_rows())
         if pages is None:
             self.blocked = "pages"
@@ -98,7 +104,8 @@ class Planner:
         planned: list[PlannedChunk] = []
         self.blocked = ""
         if state.prefilling or state.waiting:
-            if not self._prefill(step, order, joins, chunks, planned):
+            self._prefill(budget, step, order, joins, chunks, planned)
+            if chunks and not budget.decode:
                 decode = EMPTY_INTS
             if not chunks and not len(decode) and not state.in_flight:
                 self._unblock(step, joins, chunks, planned)
@@ -152,23 +159,6 @@ class Planner:
 
     def _prefill(
         self,
-        step: int,
-        order: Iterator[Request] | None,
-        joins: list[RowJoin],
-        chunks: list[PrefillChunk],
-        planned: list[PlannedChunk],
-    ) -> bool:
-        """Fill the token budget with chunks: prompts begun earlier first, then waiting requests in policy order.
-
-        Returns false if the policy wants these chunks computed without the rows that decode.
-        """
-        state = self._state
-        budget = state.policies.budget(self._view, self._budget, self._chunk_cap, len(state.rows.decode_rows()))
-        self._fill(budget, step, order, joins, chunks, planned)
-        return budget.decode or not chunks
-
-    def _fill(
-        self,
         budget: PrefillBudget,
         step: int,
         order: Iterator[Request] | None,
@@ -176,6 +166,7 @@ class Planner:
         chunks: list[PrefillChunk],
         planned: list[PlannedChunk],
     ) -> None:
+        """Fill the budget with chunks: prompts begun earlier first, then waiting requests in policy order."""
         state = self._state
         self.blocked = "token budget"
         left = budget.tokens

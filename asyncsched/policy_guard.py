@@ -25,16 +25,22 @@ class Guard:
             counts, and after ``TOO_OFTEN`` such calls in a row the next ``REST`` calls are left out.
 
     Attributes:
+        allowance: As given.
         faults: Mistakes so far, by hook.
     """
 
     def __init__(self, strict: bool, allowance: float) -> None:
         self.strict = strict
         self.faults: dict[str, int] = {}
-        self._allowance = allowance
+        self.allowance = allowance
         self._slow: dict[str, int] = {}
         self._resting: dict[str, int] = {}
         self._log = get_logger("policy")
+
+    def forgive(self) -> None:
+        """Set nothing aside any more: other policies take over."""
+        self._slow.clear()
+        self._resting.clear()
 
     def rests(self, hook: str) -> bool:
         """True if the hook is set aside for this call."""
@@ -57,7 +63,7 @@ class Guard:
 
     def took(self, hook: str, seconds: float) -> bool:
         """Note how long a call took; false if that was too long."""
-        if seconds <= self._allowance:
+        if seconds <= self.allowance:
             if self._slow:
                 self._slow.pop(hook, None)
             return True
@@ -65,7 +71,7 @@ class Guard:
         if slow >= TOO_OFTEN:
             del self._slow[hook]
             self._resting[hook] = REST
-        self.fault(hook, InvalidDecisionError(f"{hook}() took {seconds:.3f} s; policy_allowance is {self._allowance} s"))
+        self.fault(hook, InvalidDecisionError(f"{hook}() took {seconds:.3f} s; policy_allowance is {self.allowance} s"))
         return False
 
     def fault(self, hook: str, exc: Exception) -> None:

@@ -35,6 +35,7 @@ class PolicyHost:
 
     def use(self, policies: PolicySet) -> None:
         """Ask these policies from now on."""
+        self.guard.forgive()
         self.policies = policies
         self._order = policies.policy.order
         self._budget = policies.hook("budget", "budget_policy", "policy")
@@ -86,19 +87,23 @@ class PolicyHost:
 
     def _pull(self, views: list[Any], view: EngineView) -> Iterator[Any]:
         """The policy's answer, item by item; over its time allowance counts once per step."""
-        answer, spent, counted = None, 0.0, False
-        while True:
-            started = time.perf_counter()
-            try:
-                if answer is None:
-                    answer = iter(self._order(views, view))
-                chosen = next(answer)
-            except StopIteration:
-                return
-            spent += time.perf_counter() - started
-            if not counted:
-                counted = not self.guard.took("order", spent)
-            yield chosen
+        answer, spent, slow = None, 0.0, False
+        try:
+            while True:
+                started = time.perf_counter()
+                try:
+                    if answer is None:
+                        answer = iter(self._order(views, view))
+                    chosen = next(answer)
+                except StopIteration:
+                    return
+                spent += time.perf_counter() - started
+                if spent > self.guard.allowance and not slow:
+                    slow = not self.guard.took("order", spent)
+                yield chosen
+        finally:
+            if not slow:  # only now is it known to have been quick
+                self.guard.took("order", min(spent, self.guard.allowance))
 
     def budget(self, view: EngineView, tokens: int, chunk: int, decode: int) -> PrefillBudget:
         """How much prefill this step may do: ``chunk`` of one request, and in all ``tokens`` less the ``decode`` rows."""

@@ -198,6 +198,13 @@ class EngineView(Protocol):
         """The cached runs that a waiting request would hit now, from the start of its prompt."""
         ...
 
+    def shared_prefix(self, first: RequestView, second: RequestView) -> int:
+        """Leading tokens that two requests have in common and may share through the cache, cached or not.
+
+        It stays the same while both wait or have their prompts computed; 0 if one of them does not.
+        """
+        ...
+
 
 class PrefixView(Protocol):
     """A run of cached pages, read-only."""

@@ -67,6 +67,7 @@ class Run:
         self.view = view = PlanningView(self.state, self.placement, config)
         self.placement.view = view
         self._background = Background(self.policies, view)
+        self._swapping = anyio.Lock()
         self._watchdog = Watchdog(self.state, config)
         self.planner = Planner(
             self.state, self.placement, view, backend.executor, config, evict=evict, watch=self._watchdog.wake
@@ -203,9 +204,10 @@ class Run:
 
     async def use_policies(self, load: Callable[[PolicySet], PolicySet]) -> None:
         """See ``Engine.set_policy``; ``load`` makes the new policies from the present ones, in a worker thread."""
-        policies = await anyio.to_thread.run_sync(load, self.policies.policies)
-        if not self.state.over:
-            self._swap(policies)
+        async with self._swapping:  # of two changes at once the second starts from what the first has made
+            policies = await anyio.to_thread.run_sync(load, self.policies.policies)
+            if not self.state.over:
+                self._swap(policies)
 
     def statistics(self) -> Statistics:
         """See ``Engine.statistics``. Any thread: only numbers are read, perhaps of two moments."""

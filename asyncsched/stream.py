@@ -97,8 +97,10 @@ class TokenStream:
                 return self._next(plain, token)
         raise StopAsyncIteration
 
-    async def result(self) -> Result:
-        """Read to the end and return the whole answer.
+    async def wait(self) -> None:
+        """Wait for the end without reading; ``finish_reason``, ``usage`` and ``times`` say how it went.
+
+        What has arrived can be read afterwards.
 
         Raises:
             AsyncschedError: the request was refused or failed.
@@ -110,9 +112,18 @@ class TokenStream:
             self.close()
             raise
         error = self._submission.error or next((r.error for r in self._submission.requests if r.error is not None), None)
-        self._closed = True
         if error is not None:
+            self._closed = True
             raise _fresh(error)
+
+    async def result(self) -> Result:
+        """Read to the end and return the whole answer.
+
+        Raises:
+            AsyncschedError: the request was refused or failed.
+        """
+        await self.wait()
+        self._closed = True
         return self._result()
 
     def close(self) -> None:

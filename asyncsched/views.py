@@ -8,6 +8,7 @@ from .config import EngineConfig
 from .cost import CostModel
 from .placement import Placement
 from .policy_views import PrefixView, RequestView
+from .request import Request
 from .state import ControlState
 
 
@@ -115,3 +116,18 @@ class PlanningView:
         """The cached runs that a waiting request would hit now."""
         found = self._state.waiting.get(request.number)
         return () if found is None else self._placement.cached_path(found)
+
+    def shared_prefix(self, first: RequestView, second: RequestView) -> int:
+        """Leading tokens that two requests have in common and may share through the cache."""
+        one, other = self._computable(first), self._computable(second)
+        if one is None or other is None or one.namespace != other.namespace:
+            return 0
+        size = min(len(one.fill), len(other.fill))
+        differs = one.fill[:size] != other.fill[:size]
+        where = int(differs.argmax())  # prompts are never empty
+        return where if differs[where] else size
+
+    def _computable(self, request: RequestView) -> Request | None:
+        """The request if it waits or its prompt is being computed, and if it may use what is cached."""
+        found = self._state.waiting.get(request.number) or self._state.prefilling.get(request.number)
+        return found if found is not None and found.shareable and found.prompt_logprobs is None else None

@@ -11,7 +11,7 @@ from ..policy import EngineView, RequestView
 from ._output_length import expected_output
 from ._rota import Rota
 
-LOOKUPS = 16
+LOOKUPS = 8
 """Waiting requests per step whose times are looked at again: a few µs each."""
 
 WINDOW = 128

@@ -61,7 +61,7 @@ class Priority:
                 waited = view.step - request.waiting_since_step
                 classes[request.number] = request.priority - waited // self.age_steps
 
-        ranked, start = sorted(waiting, key=self._class_of), 0
+        ranked, start = sorted(waiting, key=lambda request: classes[request.number]), 0
         while start < len(ranked):
             end = bisect_right(ranked, self._class_of(ranked[start]), lo=start, key=self._class_of)
             yield from self._inner.order(ranked[start:end], view)

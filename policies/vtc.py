@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heapreplace
 
 from ..policy import EngineView, RequestView, StepReport
 from ._ledger import Ledger
@@ -46,28 +46,29 @@ class VTC:
         """The earliest request of the tenant with the smallest counter, charged at once; and again."""
         ledger, spent = self._ledger, self._ledger.spent
         ledger.settle(waiting)
-        queues: dict[str, list[RequestView]] = {}
-        for request in waiting:
+        heads: dict[str, int] = {}  # tenant → position of its earliest request
+        for index, request in enumerate(waiting):
             if request.number not in ledger.requests:
                 self.on_submit(request)
-            queue = queues.get(request.tenant)
-            if queue is None:
-                queue = queues[request.tenant] = []
-            queue.append(request)
-        heads = [(spent[tenant], queue[0].number, tenant, 0) for tenant, queue in queues.items()]
-        heapify(heads)
-        while heads:
-            _, _, tenant, index = heads[0]
-            request = queues[tenant][index]
+            if request.tenant not in heads:
+                heads[request.tenant] = index
+
+        def rank(index: int) -> tuple[float, int]:
+            return spent.get(waiting[index].tenant, 0.0), index
+
+        ranked = sorted(heads.values(), key=lambda index: spent[waiting[index].tenant])  # stable: ties by arrival
+        while ranked:
+            index = ranked.pop(0)
+            request = waiting[index]
             if request.number in ledger.requests:  # else it has ended meanwhile
                 tokens = max(0, request.prefill_left - view.cached_prefix(request))
                 yield request
                 ledger.admit(request, tokens)
-            index += 1
-            if index < len(queues[tenant]):
-                heapreplace(heads, (spent.get(tenant, 0.0), queues[tenant][index].number, tenant, index))
-            else:
-                heappop(heads)
+            if ledger.live.get(request.tenant, 0) > 1:
+                later = range(index + 1, len(waiting))
+                following = next((at for at in later if waiting[at].tenant == request.tenant), None)
+                if following is not None:
+                    insort(ranked, following, key=rank)
 
     def on_submit(self, request: RequestView) -> None:
         """Lift a tenant that had no request waiting."""

@@ -373,6 +373,21 @@ def test_past_future_refuses_when_the_forecast_exceeds_its_pools() -> None:
     assert ask(policy, Fake(12, 5000, 900), view) is None, "nothing else runs or waits"
 
 
+def test_past_future_counts_anew_now_and_then_and_nobody_too_few() -> None:
+    """A queue that grows for long, with nobody leaving it, up to the bound; then one of as many that come and go."""
+    policy = taught(PastFuture(factor=1.0), 5)
+    waiting: list[Fake] = []
+    view = FakeView(LINEAR, total_pages=1050, waiting=waiting)
+    while ask(policy, Fake(len(waiting), 15), view) is None and len(waiting) < 1000:
+        waiting.append(Fake(len(waiting), 15))
+        policy.on_submit(waiting[-1])
+    assert len(waiting) == 525, "of 20 tokens each at their end, in a pool of 10,500"
+    for number in range(3000):
+        waiting[:] = [Fake(number, 15)] * 3
+        assert ask(policy, Fake(number, 15), view) is None
+        policy.on_submit(waiting[-1])
+
+
 @ONE_LOOP
 async def test_past_future_bounds_the_memory_of_what_waits() -> None:
     async with simulation(admission_policy=PastFuture(factor=2.0), max_rows=2) as sim:

@@ -167,6 +167,8 @@ async def test_interval_serves_at_once_when_nothing_decodes() -> None:
         sim.send(prompt(24, 2), 1)
         await sim.finish()
         assert len(sim.plans) == 8, "64 prompt tokens, 8 a step, without a pause"
+    policy = Interval(every=1000)
+    assert [ask(policy, FakeView(step=step)).tokens for step in (1, 2, 3)] == [1024] * 3
 
 
 @ONE_LOOP

@@ -9,6 +9,7 @@ import pytest
 
 from asyncsched.cost import LinearCost
 from asyncsched.errors import ConfigError, PolicyLoadError
+from asyncsched.policies._rota import Rota
 from asyncsched.policies.edf import EDF
 from asyncsched.policies.fcfs import FCFS
 from asyncsched.policies.least_slack import LeastSlack
@@ -215,12 +216,12 @@ def test_a_target_for_the_first_token_ends_with_it(make: Callable[[], Any]) -> N
 def test_one_that_comes_back_is_judged_anew(make: Callable[[], Any]) -> None:
     """At once, not when it would have been its turn to be looked at again."""
     policy = make()
-    others = [FakeRequest(number=n, deadline=1000.0) for n in range(1, 40)]
-    first = FakeRequest(number=50, ttft_target=100.0)
-    assert numbers(policy, [*others, first], FakeView(step=1))[0] == 50
+    others = [FakeRequest(number=n, deadline=1000.0) for n in range(1, 70)]
+    first = FakeRequest(number=99, ttft_target=100.0)
+    assert numbers(policy, [*others, first], FakeView(step=1))[0] == 99
     assert numbers(policy, others, FakeView(step=2))[0] == 1
-    back = FakeRequest(number=50, ttft_target=100.0, generated_tokens=2)
-    assert numbers(policy, [*others, back], FakeView(step=3))[-1] == 50
+    back = FakeRequest(number=99, ttft_target=100.0, generated_tokens=2)
+    assert numbers(policy, [*others, back], FakeView(step=3))[-1] == 99
 
 
 def in_time(policy: Any, requests: Sequence[FakeRequest]) -> int:
@@ -415,6 +416,14 @@ def test_whoever_has_waited_long_is_lifted_to_the_top_with_a_fresh_quantum() -> 
 
 
 # All of them
+
+
+def test_looking_at_some_per_step_reaches_everybody() -> None:
+    rota = Rota(3)
+    waiting = [FakeRequest(number=n) for n in range(8)]
+    for _ in range(4):
+        assert {request.number for _ in range(3) for request in rota.next(waiting)} == set(range(8))
+    assert rota.next(waiting[:3]) == waiting[:3]
 
 
 POLICIES: list[Callable[[], Any]] = [classes, EDF, LeastSlack, MLFQ, lambda: Priority(preempt=True, within=EDF())]

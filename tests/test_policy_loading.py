@@ -153,7 +153,7 @@ def test_options_that_do_not_fit_are_shown() -> None:
 
 
 def test_options_out_of_range_say_why() -> None:
-    with pytest.raises(PolicyLoadError, match="age_steps and refresh_steps must be at least 1"):
+    with pytest.raises(PolicyLoadError, match="age_steps, refresh_steps and lookups must be at least 1"):
         load_policy({"name": "lpm", "age_steps": 0}, "order")
 
 

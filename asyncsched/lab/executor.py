@@ -58,7 +58,7 @@ class ModelledExecutor:
         rows, tokens, work = self._compute(plan)
         launched = max(self._loop.time(), self._free_at)
         self._free_at = completed = launched + self._cost.seconds(work)
-        self._observer.step(plan, rows, self._produced[rows] <= self._target[rows], work, launched, completed)
+        self._observer.step(plan, rows, self._produced[rows], work, launched, completed)
         result = StepResult(plan.step, rows, tokens, launched_at=launched, completed_at=completed)
         self._loop.call_at(completed, self._deliver, result)
 
@@ -98,12 +98,13 @@ class StepObserver:
         self,
         plan: StepPlan,
         rows: IntArray,
-        wanted: NDArray[np.bool_],
+        places: NDArray[np.int64],
         work: StepWork,
         launched: float,
         completed: float,
     ) -> None:
         """A step will run from ``launched`` to ``completed`` and yield a token for each of ``rows``.
 
-        ``wanted`` is false where the output has ended already, which the engine has not heard yet.
+        ``places`` says which one of its output, from 1 on; it goes beyond the end while the engine has not
+        heard of that, and back if a request lost its row before a token was delivered.
         """

@@ -26,6 +26,7 @@ _STYLE: Any = {
     "axes.edgecolor": "#8c959f",
     "legend.frameon": False,
     "svg.fonttype": "none",
+    "text.parse_math": False,  # a dollar in a name is a dollar
     "svg.hashsalt": "asyncsched",  # the same report for the same run
 }
 
@@ -106,6 +107,6 @@ def _cycle(items: object) -> list[str]:
 
 def _svg(figure: Figure) -> str:
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = buffer.getvalue()
     return text[text.index("<svg") :]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ..contract import IntArray, StepPlan
 from ..cost import StepWork
 from ..engine import Engine
-from ..results import Result
+from ..stream import TokenStream
 from .executor import StepObserver
 from .trace import Trace, TraceRequest
 
@@ -110,8 +110,11 @@ class Recorder(StepObserver):
         self._admitted = np.zeros(len(trace.requests), np.bool_)
         self._served = np.zeros(len(self._tenants), np.int64)  # requests that are no longer waiting
         self._row_tenant = np.zeros(max_rows, np.int64)
-        self._last_token = np.full(max_rows, np.nan)
-        self._gaps: list[Floats] = []
+        self._row_request = np.zeros(max_rows, np.int64)
+        # When each output token came, request after request: one sampled again after a preemption comes later.
+        self._outputs = np.array([max(1, request.output_tokens) for request in trace.requests], np.int64)
+        self._first = np.cumsum(self._outputs) - self._outputs
+        self._token_at = np.full(int(self._outputs.sum()), np.nan)
         self._samples: list[_Sample] = []
         self._every = 0.25
         self._next = 0.0
@@ -126,36 +129,36 @@ class Recorder(StepObserver):
         self,
         plan: StepPlan,
         rows: IntArray,
-        wanted: NDArray[np.bool_],
+        places: NDArray[np.int64],
         work: StepWork,
         launched: float,
         completed: float,
     ) -> None:
-        """Count service and gaps."""
+        """Count service and note when tokens come."""
         for join in plan.joins:
-            self._row_tenant[join.row] = self._tenant[join.number - 1]
-            self._leave_backlog(join.number - 1)
-            if not join.generated:
-                self._last_token[join.row] = np.nan
+            index = join.number - 1
+            self._row_request[join.row] = index
+            self._row_tenant[join.row] = self._tenant[index]
+            self._leave_backlog(index)
         for chunk in plan.prefill:
             self._service[self._row_tenant[chunk.row]] += len(chunk.tokens)
-        rows = rows[wanted]
         if len(rows):
-            np.add.at(self._service, self._row_tenant[rows], 1)
-            gaps = completed - self._last_token[rows]
-            self._gaps.append(gaps[~np.isnan(gaps)])
-            self._last_token[rows] = completed
+            requests = self._row_request[rows]
+            wanted = places <= self._outputs[requests]
+            requests, places = requests[wanted], places[wanted]
+            self._service += np.bincount(self._tenant[requests], minlength=len(self._service))
+            self._token_at[self._first[requests] + places - 1] = completed
         if launched - self._origin >= self._next:
             self._sample(launched - self._origin)
 
-    def finished(self, index: int, result: Result) -> None:
+    def finished(self, index: int, stream: TokenStream) -> None:
         """A request has ended well."""
-        record, times = self.requests[index], result.times
+        record, times, usage = self.requests[index], stream.times, stream.usage
         record.admitted = self._since(times.admitted)
         record.first_token = self._since(times.first_token)
         record.finished = self._since(times.finished)
-        record.cached_tokens = result.usage.cached_tokens
-        record.output_tokens = result.usage.completion_tokens
+        record.cached_tokens = usage.cached_tokens
+        record.output_tokens = usage.completion_tokens
 
     def failed(self, index: int, error: Exception) -> None:
         """A request was refused or has failed."""
@@ -164,7 +167,11 @@ class Recorder(StepObserver):
 
     def gaps(self) -> Floats:
         """Seconds between two tokens of a request, of all requests."""
-        return np.concatenate(self._gaps) if self._gaps else np.empty(0)
+        gaps = np.diff(self._token_at)
+        between = np.ones(len(self._token_at), np.bool_)
+        between[self._first] = False  # from the last token of one request to the first of the next
+        gaps = gaps[between[1:]]
+        return gaps[~np.isnan(gaps)]
 
     def timeline(self) -> Timeline:
         """The samples."""

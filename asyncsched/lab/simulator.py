@@ -97,14 +97,13 @@ def simulate(
     anyio.run(run.main, backend_options={"loop_factory": VirtualTimeLoop})
     assert run.statistics is not None
     ends = [record.finished for record in run.recorder.requests if record.finished is not None]
-    first = trace.requests[0].at if trace.requests else 0.0
     return SimulationResult(
         name,
         run.recorder.requests,
         run.recorder.timeline(),
         run.recorder.gaps(),
         run.statistics,
-        max(ends, default=first) - first,
+        max(ends, default=0.0),
         time.perf_counter() - started,
     )
 
@@ -156,11 +155,11 @@ class _Simulation:
                 request_id=str(index),
                 **self._about(request, output),
             )
-            result = await stream.result()
+            await stream.wait()
         except AsyncschedError as exc:
             self.recorder.failed(index, exc)
         else:
-            self.recorder.finished(index, result)
+            self.recorder.finished(index, stream)
         self._ended += 1
         self._progress(self._ended)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -18,10 +19,11 @@ from .trace import Trace
 def show(trace: Trace, measured: Sequence[tuple[str, Measures]], console: Console | None = None) -> None:
     """Print the comparison, a column per run; the best of each line stands out."""
     console = console or Console()
-    table = Table(title=f"{trace.name}: {len(trace.requests)} requests", caption="; ".join(trace.notes) or None)
+    title, caption = escape(f"{trace.name}: {len(trace.requests)} requests"), escape("; ".join(trace.notes))
+    table = Table(title=title, caption=caption or None)
     table.add_column("")
     for name, _ in measured:
-        table.add_column(name, justify="right")
+        table.add_column(escape(name), justify="right")
     for figure in figures_for(trace):
         values = [figure.get(measures) for _, measures in measured]
         table.add_row(figure.name, *(_cell(figure, value, values) for value in values), end_section=figure.last)
@@ -41,7 +43,7 @@ class Bars:
 
     def start(self, name: str, total: int) -> Callable[[int], None]:
         """Add a bar; returns what moves it."""
-        task = self._progress.add_task(name, total=total)
+        task = self._progress.add_task(escape(name), total=total)
         return lambda ended: self._progress.update(task, completed=ended)
 
 

@@ -12,7 +12,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """Runs timers in their order without waiting for them; starts at time 0.
 
     Whenever no callback is ready, the clock moves to the next timer. With no timer either it waits
-    for real input, such as a worker thread's answer: what goes on in threads takes no virtual time.
+    for real input, such as a worker thread's answer: what goes on in threads then takes no virtual time.
+    While timers are due the clock does not wait for threads: when their answers come is left to chance.
 
     Use it as ``anyio.run(main, backend_options={"loop_factory": VirtualTimeLoop})``.
     """
