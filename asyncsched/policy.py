@@ -128,7 +128,7 @@ class BudgetPolicy(Protocol):
 
 
 class PreemptionPolicy(Protocol):
-    """Who gives up its row when pages run out (only with ``reserve="expected"``)."""
+    """Who gives up its row when pages run out (not with ``reserve="full"``)."""
 
     def victims(self, running: Sequence[RequestView], pages: int, view: EngineView) -> Iterable[RequestView]:
         """First victim first, when ``pages`` are missing for the rows that decode.

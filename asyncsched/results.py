@@ -8,7 +8,7 @@ from .contract import TokenLogprobs
 from .request import FinishReason, Request, Submission
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would be a tenth of what a streamed token costs
 class Chunk:
     """News of one completion since the last chunk; unread news merges.
 

@@ -8,14 +8,20 @@ from typing import Any
 
 from ..cost_files import write_cost_model
 from ..errors import ConfigError
+from .specs import at_least
 
 
 def add(commands: Any) -> None:
     """Add the command."""
     parser = commands.add_parser("fit-cost-model", help="fit step times to measurements", description=fit.__doc__)
-    parser.add_argument("source", type=Path, help="an event log, or a folder with dense.csv, attention.csv, per_sequence.csv")
-    parser.add_argument("--layers", type=int, help="layers of the model (for a folder of layer times)")
-    parser.add_argument("--out", type=Path, required=True, help="the cost model, a JSON file")
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="an event log, or a folder with dense.csv, attention.csv and per_sequence.csv",
+    )
+    parser.add_argument("--layers", type=at_least(1), metavar="N", help="layers of the model (for a folder of layer times)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the cost model, a JSON file")
     parser.set_defaults(run=fit)
 
 
@@ -32,6 +38,10 @@ def fit(options: argparse.Namespace) -> int:
         write_cost_model(table, options.out)
         print(f"{options.out}: tables of {options.layers} layers, {len(table.per_token.sizes)} sizes")
         return 0
+    if options.layers is not None:
+        raise ConfigError(
+            f"--layers is for a folder of layer times, and {options.source} is none; leave it out for an event log"
+        )
     from ..event_log import read_events
     from ..events import StepCompleted
     from ..lab.fit import fit_steps

@@ -15,7 +15,7 @@ from ..registry import PolicyInfo, installed_policies, load_factory
 def add(commands: Any) -> None:
     """Add the command."""
     parser = commands.add_parser("policies", help="list the installed policies", description=list_policies.__doc__)
-    parser.add_argument("name", nargs="*", help="show only these, with their whole documentation")
+    parser.add_argument("name", nargs="*", metavar="NAME", help="show only these, with their whole documentation")
     parser.set_defaults(run=list_policies)
 
 
@@ -37,12 +37,13 @@ def list_policies(options: argparse.Namespace) -> int:
                 break
         else:
             broken.append((info, f"has none of the hooks {', '.join(HOOKS.values())}"))
+    width = max((len(info.name) for found in kinds.values() for info, _ in found), default=0)
     for kind, found in kinds.items():
         if found:
             print(f"{kind}:")
         for info, factory in found:
-            print(f"  {info.name:16} {_summary(factory)}")
-            print(f"  {'':16} {_options(factory)}  ({info.distribution} {info.version}, {info.value})")
+            print(f"  {info.name:{width}} {_summary(factory)}")
+            print(f"  {'':{width}} {_options(factory)}  ({info.distribution} {info.version}, {info.value})")
             if options.name:
                 print(f"\n{inspect.getdoc(factory)}\n")
     for info, why in broken:
