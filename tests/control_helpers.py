@@ -67,7 +67,7 @@ class Simulation:
     @property
     def state(self) -> ControlState:
         """The control plane's state."""
-        return self.engine._running().state
+        return self.engine._running().control.state
 
     @property
     def statistics(self) -> Statistics:
@@ -87,7 +87,7 @@ class Simulation:
         quiet, before = 0, None
         while quiet < QUIET:
             await anyio.lowlevel.checkpoint()
-            run = self.engine._run
+            run = None if self.engine._run is None else self.engine._run.control
             state = None if run is None else run.state
             now = state and (
                 len(self.plans), state.submitted, state.completed, len(state.in_flight), len(state.waiting), len(state.live),

@@ -36,6 +36,7 @@ from asyncsched import (
 from asyncsched.event_log import LogRecord
 from asyncsched.events import EventBus
 from asyncsched.request import Request, Submission
+from asyncsched.trio_waiter import TrioWaiter
 
 from .engine_helpers import ASYNCIO, GUARD, Rig, limits, turns, until
 
@@ -251,7 +252,7 @@ async def test_nothing_is_hashed_while_nobody_listens(rig: Rig, monkeypatch: pyt
 
 def prefix(bus: EventBus, prompt: Sequence[int], page_size: int = 4, salt: str = "") -> tuple[int, ...]:
     """The prefix of a prompt as an engine would tell it."""
-    submission = Submission(1, "a", prompt, SamplingParams(), RequestOptions(cache_salt=salt), 0.0)
+    submission = Submission(1, "a", prompt, SamplingParams(), RequestOptions(cache_salt=salt), 0.0, TrioWaiter)
     request = Request(
         1, submission, 0, np.array(prompt, np.int32), max_new=1, seed=0, stop_ids=(), namespace=salt, shareable=True,
         assembler=None,

@@ -11,7 +11,7 @@ import pytest
 from asyncsched.errors import ConfigError, EngineDeadError
 from asyncsched.policies.lru import LRU
 from asyncsched.policy import PrefixView
-from asyncsched.testing import check_invariants
+from asyncsched.testing import FakePrefix, check_invariants
 
 from .control_helpers import ONE_LOOP, Simulation, prompt, simulation
 
@@ -158,12 +158,7 @@ async def test_a_policys_key_decides(key: Callable[[PrefixView], Any], expected:
 
 
 async def test_the_lru_policy_prefers_old_then_deep() -> None:
-    class Prefix:
-        def __init__(self, last_used: int, depth: int) -> None:
-            self.last_used, self.depth = last_used, depth
-            self.created = self.hits = 0
-
-    prefixes = [Prefix(5, 8), Prefix(3, 8), Prefix(3, 16), Prefix(9, 400)]
+    prefixes = [FakePrefix(last_used=used, depth=depth) for used, depth in [(5, 8), (3, 8), (3, 16), (9, 400)]]
     ordered = sorted(prefixes, key=LRU().key)
     assert [(prefix.last_used, prefix.depth) for prefix in ordered] == [(3, 16), (3, 8), (5, 8), (9, 400)]
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.source_tree
 
 
 def _default(field: Field[Any]) -> object:
-    return field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc]
+    return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
 def rows() -> dict[str, str]:

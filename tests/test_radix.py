@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from asyncsched.contract import IntArray
-from asyncsched.radix import Node, RadixTree
+from asyncsched.prefix import Node
+from asyncsched.radix import RadixTree
 
 PAGE = 4
 

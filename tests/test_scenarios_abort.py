@@ -131,7 +131,7 @@ async def test_a_tokenizer_that_fails_leaves_no_trace() -> None:
         for _ in range(20):
             with pytest.raises(TokenizeError):
                 await rig.engine.generate("poison", max_tokens=2, request_id="p")
-        run = rig.engine._running()
+        run = rig.engine._running().control
         assert not run.state.live
         assert not run.state.waiting
         assert rig.statistics.submitted == 20
@@ -198,7 +198,7 @@ async def test_cancelled_at_every_turn_of_a_submission() -> None:
                 await task
             except asyncio.CancelledError:
                 cancelled += 1
-            await until(lambda rig=rig: not rig.engine._running().state.live)  # type: ignore[misc]
+            await until(lambda rig=rig: not rig.engine._running().control.state.live)  # type: ignore[misc]
     assert cancelled > 3
 
 

@@ -198,7 +198,7 @@ async def test_a_preempted_requests_token_in_flight_is_counted_once(depth: int) 
         received = sent.stream.usage.completion_tokens
         in_flight = sim.statistics.steps_in_flight
         sim.state.preempt(sim.state.running()[0])
-        sim.engine._running().planner.wake.set()
+        sim.engine._running().control.planner.wake.set()
         await sim.finish()
         assert sim.statistics.dropped_tokens == in_flight, "sampled for the row it gave up: dropped, and sampled again"
         assert sim.statistics.generated_tokens == 15

@@ -23,7 +23,7 @@ async def test_what_was_added_waits_and_can_be_found() -> None:
         run.executor.unhold()
         await run.engine.pause()
         streams = [await run.submit([index, 1], max_tokens=2, request_id=f"r{index}") for index in range(10)]
-        state = run.engine._running().state
+        state = run.engine._running().control.state
         assert run.engine.statistics().waiting == 10
         assert list(state.live) == [f"r{index}" for index in range(10)]
         for left, index in zip(range(9, -1, -1), [3, 0, 9, 5, 1, 2, 8, 4, 7, 6], strict=True):

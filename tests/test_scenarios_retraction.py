@@ -51,7 +51,7 @@ class Chosen:
 
 def hope(sim: Simulation) -> None:
     """Admit whatever fits now."""
-    sim.engine._running().placement.estimate = Hopeful()
+    sim.engine._running().control.placement.estimate = Hopeful()
 
 
 async def until_preempted(sim: Simulation, count: int = 1) -> None:
@@ -96,7 +96,7 @@ async def test_requests_lose_their_rows_every_third_step(depth: int) -> None:
             running = sim.state.running()
             if step % 3 == 0 and running and step < 45:
                 sim.state.preempt(random.choice(running))
-                sim.engine._running().planner.wake.set()
+                sim.engine._running().control.planner.wake.set()
                 await sim.settle()
                 check_invariants(sim.engine)
         assert sim.statistics.preemptions >= 10
@@ -117,7 +117,7 @@ async def test_random_preemption_at_every_step_and_stage(depth: int, chunk_cap: 
                 for request in sim.state.running():
                     if random.random() < 0.3:
                         sim.state.preempt(request)
-                sim.engine._running().planner.wake.set()
+                sim.engine._running().control.planner.wake.set()
                 await sim.settle()
                 await sim.step()
             await sim.finish()
@@ -138,7 +138,7 @@ async def test_a_reader_sees_no_repeat_and_no_gap(depth: int) -> None:
             if round_ in (2, 3, 5):
                 before = len(got)
                 sim.state.preempt(sim.state.running()[0])
-                sim.engine._running().planner.wake.set()
+                sim.engine._running().control.planner.wake.set()
                 await sim.settle()
                 assert len(got) == before
             if sim.state.running() and sim.state.running()[0].received > len(got):
@@ -160,7 +160,7 @@ async def test_a_resumed_request_computes_prompt_and_output() -> None:
         await sim.step(2)
         assert sent.stream.usage.completion_tokens == 2
         sim.state.preempt(sim.state.running()[0])
-        sim.engine._running().planner.wake.set()
+        sim.engine._running().control.planner.wake.set()
         await sim.settle()
         await sim.step()
         join = sim.plans[-1].joins[0]
@@ -180,7 +180,7 @@ async def test_a_resumed_request_finds_its_own_pages() -> None:
         await sim.settle()
         await sim.step(12)
         sim.state.preempt(sim.state.running()[0])
-        sim.engine._running().planner.wake.set()
+        sim.engine._running().control.planner.wake.set()
         await sim.settle()
         received = sent.stream.usage.completion_tokens
         while len(sim.joined()) < 2:
@@ -336,7 +336,7 @@ async def test_a_preemption_is_counted_and_told(depth: int) -> None:
         await sim.step(6)
         received = sent.stream.usage.completion_tokens
         sim.state.preempt(sim.state.running()[0])
-        sim.engine._running().planner.wake.set()
+        sim.engine._running().control.planner.wake.set()
         await sim.finish()
         events.close()
         told = [(event.number, event.output_tokens) async for event in events if isinstance(event, Preempted)]
@@ -353,7 +353,7 @@ async def test_what_a_request_finds_of_its_own_is_no_hit(depth: int) -> None:
         await sim.settle()
         await sim.step(6)
         sim.state.preempt(sim.state.running()[0])
-        sim.engine._running().planner.wake.set()
+        sim.engine._running().control.planner.wake.set()
         await sim.finish()
         usage = sent.stream.usage
         assert usage.cached_tokens <= usage.prompt_tokens
@@ -396,7 +396,7 @@ async def test_closing_a_preempted_request(depth: int) -> None:
         sim.state.preempt(sim.state.running()[1])
         other.stream.close()
         sim.sent.remove(other)
-        sim.engine._running().planner.wake.set()
+        sim.engine._running().control.planner.wake.set()
         await sim.settle()
         check_invariants(sim.engine)
         await sim.finish()

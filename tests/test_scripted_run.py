@@ -50,7 +50,7 @@ async def test_pages_come_back_after_exhaustion(depth: int) -> None:
 async def test_pause_finish_waits_for_requests_that_lose_their_row_meanwhile() -> None:
     limits = ExecutorLimits(max_rows=4, pages=10, page_size=4, max_model_len=40, vocab_size=1000)
     async with ScriptedRun(limits, depth=2, reserve="expected") as run:
-        run.engine._running().placement.estimate.share = 0.0  # expects no growth, so that pages run out
+        run.engine._running().control.placement.estimate.share = 0.0  # expects no growth, so that pages run out
         prompts = [list(range(start, start + 7)) for start in (10, 20, 30)]
         streams = [await run.submit(prompt, seed=1, max_tokens=25) for prompt in prompts]
         await run.steps(3)
