@@ -1,0 +1,1 @@
+"""The CUDA plane: kernels in Triton, and what runs them."""

@@ -1,0 +1,1 @@
+"""Triton kernels of the CUDA plane, each with a launcher that checks its arguments, and their definitions in torch."""
