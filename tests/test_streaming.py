@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from asyncsched import Chunk, Completion, SamplingParams
+from asyncsched import Chunk, Completion, SamplingParams, StepFailedError
 from asyncsched.testing import ByteTokenizer
 
 from .engine_helpers import LETTERS, Pieces, Rig, limits, oracle, read, text_of, tokens_of, until
@@ -150,6 +150,69 @@ async def test_a_result_can_be_asked_for_after_the_end() -> None:
         assert (await stream.result()).token_ids == oracle(PROMPT, 0, 5, 26)
         unread = rig.engine.stream(PROMPT, seed=0, max_tokens=5)
         assert [(await unread.result()).text for _ in range(2)] == [letters(0, 5)] * 2
+
+
+# Waiting without reading
+
+
+async def test_waiting_reads_nothing(rig: Rig) -> None:
+    """Everything can be read afterwards, once; waiting again returns at once."""
+    stream = rig.engine.stream(PROMPT, seed=2, max_tokens=9)
+    await stream.wait()
+    assert (stream.finish_reason, stream.usage.completion_tokens) == ("length", 9)
+    assert stream.times.finished is not None
+    assert rig.engine.statistics().running == 0
+    await stream.wait()
+    chunks = await read(stream)
+    assert tokens_of(chunks) == oracle(PROMPT, 2, 9)
+    await stream.wait()
+    assert await read(stream) == []
+
+
+async def test_waiting_after_reading_some_and_before_the_result() -> None:
+    async with Rig(LETTERS_LIMITS, tokenizer=LETTERS) as rig:
+        stream = rig.engine.stream(PROMPT, seed=1, max_tokens=30)
+        first = await anext(stream)
+        await stream.wait()
+        assert stream.text == first.text, "what was not read is not text yet"
+        assert (await stream.result()).text == letters(1, 30)
+
+
+async def test_waiting_for_several_completions(rig: Rig) -> None:
+    stream = rig.engine.stream(PROMPT, seed=0, max_tokens=6, n=3)
+    await stream.wait()
+    assert stream.usage.completion_tokens == 18
+
+
+async def test_waiting_for_one_that_is_aborted(held: Rig) -> None:
+    """No error; who waits is woken."""
+    stream = held.engine.stream(PROMPT, max_tokens=9, request_id="it")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stream.wait)
+        await until(lambda: held.executor.plans)
+        assert held.engine.abort("it")
+    assert stream.finish_reason == "abort"
+
+
+async def test_a_cancelled_wait_releases_the_request(held: Rig) -> None:
+    stream = held.engine.stream(PROMPT, max_tokens=9)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stream.wait)
+        await until(lambda: held.executor.plans)
+        tasks.cancel_scope.cancel()
+    assert stream.finish_reason == "abort"
+    assert held.engine.statistics().running == 0
+
+
+async def test_waiting_for_one_that_fails() -> None:
+    """As the result would: with an error of its own each time, and nothing to read."""
+    async with Rig(faults={1: RuntimeError("broken")}) as rig:
+        stream = rig.engine.stream(PROMPT, max_tokens=9)
+        for _ in range(2):
+            with pytest.raises(StepFailedError, match="broken"):
+                await stream.wait()
+        assert stream.finish_reason == "error"
+        assert await read(stream) == []
 
 
 # Endings

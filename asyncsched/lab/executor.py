@@ -69,7 +69,6 @@ class ModelledExecutor:
         for row in plan.leaves:
             self._active[row] = False
         for join in plan.joins:
-            self._length[join.row] = join.cached
             self._produced[join.row] = join.generated
             self._target[join.row] = join.seed
         decode = np.flatnonzero(self._active).astype(np.int32) if plan.decode else EMPTY_INTS

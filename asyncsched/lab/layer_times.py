@@ -42,8 +42,9 @@ def read_layer_times(folder: Path, layers: int) -> TableCost:
 def _curve(path: Path, size: str, layers: int) -> Curve:
     """All operations of the table together, each as often as it occurs."""
     measured: dict[str, dict[float, float]] = {}
-    for row in _read(path, ("layer", size, "time_us")):
-        measured.setdefault(row["layer"], {})[float(row[size])] = 1e-6 * float(row["time_us"])
+    rows = _read(path, ("layer", size, "time_us"))
+    for row, (sized, microseconds) in zip(rows, _numbers(path, rows, (size, "time_us")).tolist(), strict=True):
+        measured.setdefault(row["layer"], {})[sized] = 1e-6 * microseconds
     short = [name for name, times in measured.items() if len(times) < 2]
     if short:
         raise ConfigError(f"{path} has times of one size only for {', '.join(short)}")
@@ -57,10 +58,10 @@ def _curve(path: Path, size: str, layers: int) -> Curve:
 
 
 def _attention(path: Path, layers: int) -> Grid:
-    points = np.array([[float(row[name]) for name in (*_AXES, "time_us")] for row in _read(path, (*_AXES, "time_us"))])
+    points = _numbers(path, _read(path, (*_AXES, "time_us")), (*_AXES, "time_us"))
     axes = [np.unique(points[:, axis]) for axis in range(4)]
-    if any(len(axis) < 2 for axis in axes):
-        raise ConfigError(f"{path} does not cover prompts and decoding rows of several sizes")
+    if any(len(axis) < 2 or axis[0] != 0 for axis in axes):
+        raise ConfigError(f"{path} does not cover prompts and decoding rows of several sizes, from none on")
     grid = np.full([len(axis) for axis in axes], np.nan)
     grid[tuple(np.searchsorted(axes[axis], points[:, axis]) for axis in range(4))] = 1e-6 * layers * points[:, 4]
     grid[0, 0, 0, 0] = 0.0
@@ -98,8 +99,11 @@ def _skew(path: Path) -> SkewTable | None:
         return None
     names = ("pc", "n_label", "skew_rate_label", "kv_big_label", "kp_label")
     rows = _read(path, (*names, "alpha"))
-    bounds = np.array([[_bound(row[name]) for name in names] for row in rows])
-    shares = np.array([float(row["alpha"]) for row in rows])
+    shares = _numbers(path, rows, ("alpha",))[:, 0]
+    try:
+        bounds = np.array([[_bound(row[name]) for name in names] for row in rows])
+    except ValueError as exc:
+        raise ConfigError(f"{path} has a bucket that cannot be read: {exc}") from exc
     edges = tuple(np.unique(bounds[:, axis]) for axis in range(5))
     table = np.full([len(edge) for edge in edges], np.nan)
     table[tuple(np.searchsorted(edges[axis], bounds[:, axis]) for axis in range(5))] = shares
@@ -123,12 +127,20 @@ def _bound(label: str) -> float:
     return float(text[:-1]) * 1024 if text.endswith("k") else float(text)
 
 
+def _numbers(path: Path, rows: list[dict[str, str]], columns: tuple[str, ...]) -> Floats:
+    """These columns as numbers, ``[rows, columns]``."""
+    try:
+        return np.array([[float(row[name]) for name in columns] for row in rows])
+    except ValueError as exc:
+        raise ConfigError(f"{path} must hold numbers in {', '.join(columns)}: {exc}") from exc
+
+
 def _read(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
     try:
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
     except OSError as exc:
         raise ConfigError(f"the layer times cannot be read: {exc}") from exc
-    if not rows or any(name not in rows[0] for name in columns):
-        raise ConfigError(f"{path} must have the columns {', '.join(columns)}")
+    if not rows or any(row.get(name) is None for row in rows for name in columns):
+        raise ConfigError(f"{path} must have the columns {', '.join(columns)}, in every line")
     return rows

@@ -48,7 +48,8 @@ def latency_curves(results: Sequence[SimulationResult]) -> str:
             axes.set(xlabel=title, ylim=(0, 1.01), xlim=(0, None))
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         figure.axes[0].set_ylabel("requests")
-        figure.axes[-1].legend(loc="lower right")
+        if figure.axes[-1].lines:
+            figure.axes[-1].legend(loc="lower right")
         return _svg(figure)
 
 

@@ -112,7 +112,7 @@ class Recorder(StepObserver):
         self._row_tenant = np.zeros(max_rows, np.int64)
         self._row_request = np.zeros(max_rows, np.int64)
         # When each output token came, request after request: one sampled again after a preemption comes later.
-        self._outputs = np.array([max(1, request.output_tokens) for request in trace.requests], np.int64)
+        self._outputs = np.array([request.output_tokens for request in trace.requests], np.int64)
         self._first = np.cumsum(self._outputs) - self._outputs
         self._token_at = np.full(int(self._outputs.sum()), np.nan)
         self._samples: list[_Sample] = []
@@ -217,5 +217,5 @@ class Recorder(StepObserver):
         )
         if len(self._samples) >= 2 * SAMPLES:  # a long run: half as often from now on
             del self._samples[1::2]
-            self._every *= 2
+            self._every = max(2 * self._every, now / SAMPLES)  # as dense as what is left, however long steps take
         self._next = now + self._every

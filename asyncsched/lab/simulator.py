@@ -144,14 +144,14 @@ class _Simulation:
 
     async def _serve(self, engine: Engine, index: int, request: TraceRequest) -> None:
         """One caller."""
-        output = max(1, request.output_tokens)
+        output = request.output_tokens
+        limit = self._limit(request.max_tokens, output)
         try:
             stream = engine.stream(
                 self._prompts.prompt(request, index),
-                max_tokens=self._limit(request.max_tokens, output),
+                max_tokens=limit,
                 seed=output,  # how the device knows where the output ends
-                stop_token_ids=(END,),
-                include_stop=True,
+                stop_token_ids=(END,) if limit > output else (),
                 request_id=str(index),
                 **self._about(request, output),
             )
