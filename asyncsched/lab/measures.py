@@ -56,7 +56,7 @@ class Measures:
             waiting (1 is even; NaN if that never happened).
         worst_gap: Largest difference, in tokens, between what two tenants were served over a time in which
             both had requests waiting throughout (what VTC bounds; Sheng et al., OSDI 2024).
-        longest_wait: Of any request, in seconds: where starvation shows.
+        longest_wait: Of any request that finished, in seconds: where starvation shows.
         seconds, wall_seconds: Virtual and real time of the run.
     """
 
