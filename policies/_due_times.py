@@ -1,14 +1,17 @@
-"""When waiting requests are due, and when they must start to be in time."""
+"""When waiting requests are due, when they must start to be in time, and what orders by such times share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from ..cost import StepWork
+from ..errors import ConfigError
 from ..policy import EngineView, RequestView
 from ._output_length import expected_output
+from ._patience import Patience
 from ._rota import Rota
 
 LOOKUPS = 8
@@ -97,3 +100,38 @@ class DueTimes:
                 token = request.arrived_at + request.ttft_target
                 due, start = min(due, token), min(start, token - first)
         self.due[request.number], self.start[request.number] = due, start
+
+
+@dataclass(eq=False)
+class DueOrder(ABC):
+    """Requests by due or starting time; of those that have waited long, every fourth admission.
+
+    Args:
+        feasibility: Put requests that are forecast to be late last.
+        age_steps: Steps after which a waiting request counts as starved.
+    """
+
+    name = ""  # for messages
+    feasibility: bool = True
+    age_steps: int = 256
+
+    def __post_init__(self) -> None:
+        if self.age_steps < 1:
+            raise ConfigError(f"{self.name}: age_steps must be at least 1")
+        self._times = DueTimes()
+        self._patience = Patience(self.age_steps)
+
+    @abstractmethod
+    def _ranked(self, waiting: Sequence[RequestView], now: float) -> Iterator[RequestView]:
+        """The waiting requests, the most urgent first."""
+
+    def order(self, waiting: Sequence[RequestView], view: EngineView) -> Iterable[RequestView]:
+        """The most urgent first, then those without a time, then those that would be late; the latter two by arrival."""
+        for number in self._patience.admitted(waiting):
+            self._times.forget(number)
+        self._times.look(waiting, view)
+        return self._patience.order(self._ranked(waiting, view.now), waiting, view)
+
+    def on_finish(self, request: RequestView) -> None:
+        """Forget it, and learn from its length."""
+        self._times.finish(request)

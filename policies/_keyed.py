@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop
 
-from ..policy import RequestView
+from ..policy import EngineView, RequestView
 
 
 class KeyedQueue:
@@ -38,3 +39,25 @@ class KeyedQueue:
         heapify(heap)
         while heap:
             yield heappop(heap)[2]
+
+
+class KeyedOrder(ABC):
+    """An order that is nothing but such a key; those that derive from it make ``_queue`` when they are made."""
+
+    _queue: KeyedQueue
+
+    @abstractmethod
+    def _key(self, request: RequestView) -> float:
+        """The key of a request, smallest first."""
+
+    def order(self, waiting: Sequence[RequestView], view: EngineView) -> Iterator[RequestView]:
+        """The waiting requests by key."""
+        return self._queue.order(waiting)
+
+    def on_submit(self, request: RequestView) -> None:
+        """Work its key out ahead of the step that needs it."""
+        self._queue.add(request)
+
+    def on_finish(self, request: RequestView) -> None:
+        """Forget the request."""
+        self._queue.forget(request)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..errors import ConfigError
-from ..policy import EngineView, RequestView
-from ._due_times import DueTimes
-from ._patience import Patience
+from ..policy import RequestView
+from ._due_times import DueOrder
 
 
 @dataclass(eq=False)
-class EDF:
+class EDF(DueOrder):
     """The request that is due first goes first; what cannot be in time any more goes last.
 
     Due is the ``deadline``, or, while there is no token, the ``ttft_target`` if that comes first;
@@ -31,25 +29,7 @@ class EDF:
     """
 
     api_version = 1
-    feasibility: bool = True
-    age_steps: int = 256
-
-    def __post_init__(self) -> None:
-        if self.age_steps < 1:
-            raise ConfigError("edf: age_steps must be at least 1")
-        self._times = DueTimes()
-        self._patience = Patience(self.age_steps)
-
-    def order(self, waiting: Sequence[RequestView], view: EngineView) -> Iterable[RequestView]:
-        """By due time, then those without one, then those that would be late; the latter two by arrival."""
-        for number in self._patience.admitted(waiting):
-            self._times.forget(number)
-        self._times.look(waiting, view)
-        return self._patience.order(self._ranked(waiting, view.now), waiting, view)
-
-    def on_finish(self, request: RequestView) -> None:
-        """Forget it, and learn from its length."""
-        self._times.finish(request)
+    name = "edf"
 
     def _ranked(self, waiting: Sequence[RequestView], now: float) -> Iterator[RequestView]:
         due, start = self._times.due, self._times.start

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..errors import ConfigError
-from ..policy import EngineView, RequestView
-from ._due_times import DueTimes
-from ._patience import Patience
+from ..policy import RequestView
+from ._due_times import DueOrder
 
 
 @dataclass(eq=False)
-class LeastSlack:
+class LeastSlack(DueOrder):
     """The request that can wait least goes first: slack is the time left until it is due, less the time it will take.
 
     Like ``edf``, but a long request is started earlier than a short one with the same deadline. The
@@ -31,25 +29,7 @@ class LeastSlack:
     """
 
     api_version = 1
-    feasibility: bool = True
-    age_steps: int = 256
-
-    def __post_init__(self) -> None:
-        if self.age_steps < 1:
-            raise ConfigError("least-slack: age_steps must be at least 1")
-        self._times = DueTimes()
-        self._patience = Patience(self.age_steps)
-
-    def order(self, waiting: Sequence[RequestView], view: EngineView) -> Iterable[RequestView]:
-        """By slack, then those that are never due, then those that would be late; the latter two by arrival."""
-        for number in self._patience.admitted(waiting):
-            self._times.forget(number)
-        self._times.look(waiting, view)
-        return self._patience.order(self._ranked(waiting, view.now), waiting, view)
-
-    def on_finish(self, request: RequestView) -> None:
-        """Forget it, and learn from its length."""
-        self._times.finish(request)
+    name = "least-slack"
 
     def _ranked(self, waiting: Sequence[RequestView], now: float) -> Iterator[RequestView]:
         start = self._times.start  # slack is this less ``now``, so the order is the same

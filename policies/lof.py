@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from ..policy import EngineView, RequestView
-from ._keyed import KeyedQueue
+from ..policy import RequestView
+from ._keyed import KeyedOrder, KeyedQueue
 from ._output_length import expected_output
 
 
 @dataclass(eq=False)
-class LOF:
+class LOF(KeyedOrder):
     """Requests that will generate most go first, so that a batch of known size does not end with a few long rows.
 
     SGLang's ``lof`` (schedule_policy.py); in scheduling, longest processing time first (Graham, SIAM
@@ -34,18 +33,6 @@ class LOF:
         if not self.age_tokens > 0:
             raise ConfigError("lof: age_tokens must be above 0, or short requests would starve")
         self._queue = KeyedQueue(self._key)
-
-    def order(self, waiting: Sequence[RequestView], view: EngineView) -> Iterator[RequestView]:
-        """Longest expected output first."""
-        return self._queue.order(waiting)
-
-    def on_submit(self, request: RequestView) -> None:
-        """Work its key out ahead of the step that needs it."""
-        self._queue.add(request)
-
-    def on_finish(self, request: RequestView) -> None:
-        """Forget the request."""
-        self._queue.forget(request)
 
     def _key(self, request: RequestView) -> float:
         # All age alike, so that the order of two requests never changes and the key need not be renewed.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from ..policy import EngineView, RequestView
-from ._keyed import KeyedQueue
+from ..policy import RequestView
+from ._keyed import KeyedOrder, KeyedQueue
 
 
 @dataclass(eq=False)
-class RandomOrder:
+class RandomOrder(KeyedOrder):
     """Serves at random: each request is set back by a random share of ``spread_steps`` steps.
 
     SGLang's ``random`` (schedule_policy.py) shuffles the queue for every batch; here a request draws
@@ -35,18 +34,6 @@ class RandomOrder:
         if self.spread_steps < 1:
             raise ConfigError("random: spread_steps must be at least 1")
         self._queue = KeyedQueue(self._key)
-
-    def order(self, waiting: Sequence[RequestView], view: EngineView) -> Iterator[RequestView]:
-        """The waiting requests by their draws."""
-        return self._queue.order(waiting)
-
-    def on_submit(self, request: RequestView) -> None:
-        """Draw ahead of the step that needs it."""
-        self._queue.add(request)
-
-    def on_finish(self, request: RequestView) -> None:
-        """Forget the request."""
-        self._queue.forget(request)
 
     def _key(self, request: RequestView) -> float:
         return request.waiting_since_step + self.spread_steps * _uniform(self.seed, request.number)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
-from ..policy import EngineView, RequestView
-from ._keyed import KeyedQueue
+from ..policy import RequestView
+from ._keyed import KeyedOrder, KeyedQueue
 from ._output_length import annotator, expected_output
 
 
 @dataclass(eq=False)
-class SJF:
+class SJF(KeyedOrder):
     """The request that is expected to need least goes first, which makes the mean latency as small as an order can.
 
     Shortest job first by predicted output length, as in Fu et al. (vllm-ltr, NeurIPS 2024), who rank
@@ -47,18 +46,6 @@ class SJF:
         if self.predictor is not None:  # without one there is no such hook, which would cost every request a turn
             self.annotate = annotator(self.predictor, "sjf")
         self._queue = KeyedQueue(self._key)
-
-    def order(self, waiting: Sequence[RequestView], view: EngineView) -> Iterator[RequestView]:
-        """Smallest first."""
-        return self._queue.order(waiting)
-
-    def on_submit(self, request: RequestView) -> None:
-        """Work its key out ahead of the step that needs it."""
-        self._queue.add(request)
-
-    def on_finish(self, request: RequestView) -> None:
-        """Forget the request."""
-        self._queue.forget(request)
 
     def _key(self, request: RequestView) -> float:
         # All age alike, so that the order of two requests never changes and the key need not be renewed.
