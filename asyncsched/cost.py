@@ -37,6 +37,11 @@ class StepWork:
         """Pairs of a prompt token and a token it attends to, summed over the chunks."""
         return sum(size * (start + (size + 1) / 2) for start, size in self.prefill)
 
+    @property
+    def features(self) -> tuple[float, float, float, float, float]:
+        """What a linear model weighs, in the order of ``LinearCost``'s fields; 1 for the fixed part."""
+        return 1.0, self.decode_rows, self.context_tokens, self.prefill_tokens, self.prefill_attention
+
 
 class CostModel(Protocol):
     """Predicts step times. Pure, and quick: policies may ask several times per step."""
@@ -131,6 +136,5 @@ class FittedCost:
 
 
 def _features(work: StepWork) -> NDArray[np.float64]:
-    raw = [1.0, work.decode_rows, work.context_tokens, work.prefill_tokens, work.prefill_attention]
-    scaled: NDArray[np.float64] = np.array(raw) * _SCALE
+    scaled: NDArray[np.float64] = np.array(work.features) * _SCALE
     return scaled

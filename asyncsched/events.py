@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from types import TracebackType
 
+from .cost import StepWork
 from .request import FinishReason, Request
 from .wakeup import Signal
 
@@ -101,7 +102,12 @@ class StepCompleted:
     @property
     def prefill_tokens(self) -> int:
         """Prompt tokens, summed over the chunks."""
-        return sum(size for _, size in self.prefill)
+        return self.work.prefill_tokens
+
+    @property
+    def work(self) -> StepWork:
+        """What it computed."""
+        return StepWork(self.decode_rows, self.context_tokens, self.prefill)
 
 
 Event = Submitted | Admitted | Preempted | Finished | StepCompleted

@@ -195,7 +195,6 @@ class Finisher:
             state.events.emit(
                 StepCompleted(
                     state.clock(), result.step, record.decode_rows, record.context_tokens,
-                    tuple((chunk.start, chunk.size) for chunk in record.chunks), result.launched_at, result.completed_at,
-                    result.error is not None,
+                    tuple(record.work.prefill), result.launched_at, result.completed_at, result.error is not None,
                 )
             )  # fmt: skip

@@ -203,9 +203,7 @@ class Placement:
     def _running_growth(self) -> int:
         """Pages that the running requests are expected to need beyond those they have."""
         rows = self._state.rows
-        return self._growth(
-            sum(int(rows.remaining[request.row]) for request in self._state.running() if request.row is not None)
-        )
+        return self._growth(int(rows.remaining[rows.lease != 0].sum()))
 
     def _preempt(self, needed: int) -> None:
         """Take rows from victims until the need is covered; the last running request keeps its row.

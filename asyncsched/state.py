@@ -82,7 +82,7 @@ class InFlight:
     @property
     def work(self) -> StepWork:
         """What it computes."""
-        return StepWork(self.decode_rows, self.context_tokens, [(chunk.start, chunk.size) for chunk in self.chunks])
+        return StepWork(self.decode_rows, self.context_tokens, tuple((chunk.start, chunk.size) for chunk in self.chunks))
 
 
 @dataclass(slots=True)

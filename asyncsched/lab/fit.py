@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cost import LinearCost, StepWork
+from ..cost import LinearCost
 from ..errors import ConfigError
 from ..events import StepCompleted
 
@@ -40,14 +40,14 @@ def fit_steps(steps: Iterable[StepCompleted]) -> Fit:
         ConfigError: there are too few steps.
     """
     measured = [
-        (StepWork(step.decode_rows, step.context_tokens, step.prefill), step.completed_at - step.launched_at)
+        (step.work, step.completed_at - step.launched_at)
         for step in steps
         if not step.failed and step.completed_at > step.launched_at
     ]
     if len(measured) < 20:
         raise ConfigError(f"the log has {len(measured)} steps; at least 20 are needed to fit a cost model")
-    features = np.array([[1.0, w.decode_rows, w.context_tokens, w.prefill_tokens, w.prefill_attention] for w, _ in measured])
-    seconds = np.array([s for _, s in measured])
+    features = np.array([work.features for work, _ in measured])
+    seconds = np.array([seconds for _, seconds in measured])
     weighted, ones = features / seconds[:, None], np.ones(len(seconds))
     active = np.flatnonzero(np.any(features > 0, axis=0))
     solution = np.zeros(features.shape[1])

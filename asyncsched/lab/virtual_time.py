@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Mapping
-from typing import Any
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -46,7 +44,3 @@ class _JumpingSelector(selectors.DefaultSelector):
         if not events and timeout > 0:
             self._loop.jump(timeout)
         return events
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        """As the base class."""
-        return super().get_map()
