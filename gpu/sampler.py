@@ -29,17 +29,11 @@ import torch
 
 from ..contract import EMPTY_INTS, IntArray, RowJoin, TokenLogprobs
 from ..sampling_params import MAX_LOGPROBS, SamplingParams
-from .kernels.logits import ALL_MASKED, BLOCK, HAS_INFINITY, HAS_NAN, NOTHING_FINITE, OK, Bits
+from .kernels.logits import BLOCK, OK, Bits
 from .kernels.sampling import Report, Scratch, argmax_rows, report_rows, sample_rows
 from .kernels.threads import team
+from .sampling_failures import FAILURES
 from .sampling_rows import RowTable
-
-_REASONS = {
-    HAS_NAN: "the model's logits hold NaN; check the weights and the data type",
-    HAS_INFINITY: "the model's logits hold +inf; check the weights and the data type",
-    NOTHING_FINITE: "the model's logits hold no finite value; check the weights and the data type",
-    ALL_MASKED: "every token is masked: allowed_token_ids, bad_token_ids and min_tokens leave nothing to sample",
-}
 
 _LEAST_WORK = 65536  # logits worth waking the other threads for
 
@@ -172,7 +166,7 @@ class Sampler:
         if bad.size == 0:
             return None
         tokens[bad] = 0
-        return {int(rows[i]): _REASONS[int(status[i])] for i in bad}
+        return {int(rows[i]): FAILURES[int(status[i])] for i in bad}
 
     def _team(self, n: int) -> tuple[int, int]:
         return team(n * self._vocab_size, _LEAST_WORK) if n > 1 else (0, 1)

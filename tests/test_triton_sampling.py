@@ -18,9 +18,10 @@ from asyncsched.gpu.cuda.kernels import order
 from asyncsched.gpu.cuda.kernels import reference_sampling as reference
 from asyncsched.gpu.cuda.kernels.logprobs import token_logprobs
 from asyncsched.gpu.cuda.kernels.noise import noise_bits, noise_bound, noise_of, noise_stream
-from asyncsched.gpu.cuda.kernels.sampling import FAILURES, Sampled, SamplingWorkspace, sample
+from asyncsched.gpu.cuda.kernels.sampling import Sampled, SamplingWorkspace, sample
 from asyncsched.gpu.kernels import logits as cpu
 from asyncsched.gpu.sampler import Sampler
+from asyncsched.gpu.sampling_failures import FAILURES
 from asyncsched.sampling_params import SamplingParams
 
 from .sampler_helpers import join

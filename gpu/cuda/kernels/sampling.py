@@ -22,18 +22,9 @@ import triton
 from ....errors import UnsupportedModelError
 from ..row_state import RowState
 from .draw import finish_kernel, race_kernel
-from .order import ALL_MASKED, HAS_INFINITY, HAS_NAN, NOTHING_FINITE
 from .penalties import adjust_kernel
 from .scan import rescan_kernel, scan_kernel
 from .selection import cut_kernel
-
-FAILURES = {
-    HAS_NAN: "the model's logits hold NaN; check the weights and the data type",
-    HAS_INFINITY: "the model's logits hold +inf; check the weights and the data type",
-    NOTHING_FINITE: "the model's logits hold no finite value; check the weights and the data type",
-    ALL_MASKED: "every token is masked: allowed_token_ids, bad_token_ids and min_tokens leave nothing to sample",
-}
-"""Why a row has no token, by status; status 0 is a token."""
 
 _CHUNK = 8192  # logits per program of the kernels that divide a row
 _SCAN_TILE, _RACE_TILE, _CUT_TILE = 2048, 1024, 4096
@@ -85,7 +76,7 @@ class Sampled:
 
     Attributes:
         tokens: int32 ``[n]``; 0 where the row failed, untouched where there is no row.
-        status: int32 ``[n]``: 0, or why there is no token, see ``FAILURES``.
+        status: int32 ``[n]``: 0, or why there is no token, see ``sampling_failures``.
     """
 
     tokens: torch.Tensor
