@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+import torch
 from blockbuster import BlockBuster
 
 from .engine_helpers import STARTING, Rig
+
+if not torch.cuda.is_available():
+    # Triton reads it when it is first imported, which may be by any test that imports transformers.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(

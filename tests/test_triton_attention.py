@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from .triton_interpreter import DEVICE, compile_for, needs_device, needs_no_device  # isort: skip  # before Triton is imported
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +15,8 @@ from asyncsched.gpu.cuda.kernels import reference_attention as reference
 from asyncsched.gpu.cuda.kernels.decode_attention import DecodeScratch, decode_attention, decode_splits
 from asyncsched.gpu.cuda.kernels.prefill_attention import prefill_attention
 from asyncsched.gpu.cuda.kernels.tiling import Tiling, decode_tiling, prefill_tiling
+
+from .triton_helpers import DEVICE, compile_for, needs_device, needs_no_device
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [  # query heads, key heads, head size, page size, type

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from .triton_interpreter import DEVICE, compile_for, needs_no_device  # isort: skip  # before Triton is imported
-
 import pytest
 import torch
 
@@ -13,6 +11,7 @@ from asyncsched.gpu.cuda.kernels.activation import silu_mul
 from asyncsched.gpu.cuda.kernels.norm import add_rms_norm, head_rms_norm, rms_norm
 
 from . import triton_launches
+from .triton_helpers import DEVICE, compile_for, needs_no_device
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (3, 7), (5, 64), (2, 576), (4, 1000), (1, 5120)]

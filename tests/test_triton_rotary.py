@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from .triton_interpreter import DEVICE, compile_for, needs_device, needs_no_device  # isort: skip  # before Triton is imported
-
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +16,8 @@ from asyncsched.gpu.cuda.kernels import rotary_store as kernels
 from asyncsched.gpu.kernels import StepLayout
 from asyncsched.gpu.kernels import rotary_store as cpu_rotary_store
 from asyncsched.gpu.models.rope import RopeConfig
+
+from .triton_helpers import DEVICE, compile_for, needs_device, needs_no_device
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [  # query heads, key heads, head size, rotated, page size, type

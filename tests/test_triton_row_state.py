@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from .triton_interpreter import DEVICE  # isort: skip  # before Triton is imported
-
 from typing import Any
 
 import numpy as np
@@ -34,6 +32,7 @@ from asyncsched.gpu.device_state import DeviceState
 from asyncsched.sampling_params import SamplingParams
 
 from .sampler_helpers import ints, join
+from .triton_helpers import DEVICE
 
 LIMITS = ExecutorLimits(max_rows=6, pages=40, page_size=4, max_model_len=32, vocab_size=50)
 GREEDY = SamplingParams(temperature=0.0)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from .triton_interpreter import DEVICE  # isort: skip  # before Triton is imported
-from .triton_sampling import Pair  # isort: skip
-
 from typing import Any
 
 import numpy as np
@@ -26,6 +23,8 @@ from asyncsched.sampling_params import SamplingParams
 
 from .sampler_helpers import join
 from .test_sampler_reference import PARAMS
+from .triton_helpers import DEVICE
+from .triton_sampling import Pair
 
 # Overflow to infinity and the like are silent on a device; NumPy, which interprets, warns.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

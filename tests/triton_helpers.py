@@ -1,7 +1,7 @@
 """Triton kernels without a GPU: the interpreter, and compiling for devices that are not there.
 
-Where there is a CUDA device the kernel tests run on it; elsewhere Triton interprets the kernels,
-which must be asked for before it is first imported: test modules import this module before them.
+Where there is a CUDA device the kernel tests run on it; elsewhere Triton interprets the kernels
+(``conftest`` asks for that), made quicker here and to round as a device does.
 Interpreting says nothing about whether a kernel compiles, so ``compile_for`` runs a module's
 ``device_launches`` in a process of its own whose launches compile for a device and end there.
 """
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,6 @@ import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 triton = pytest.importorskip("triton")
 
@@ -51,8 +50,57 @@ def _multiply_bfloat16_as_float32() -> None:
     InterpreterBuilder.create_dot = create_dot
 
 
+def _round_to_nearest() -> None:
+    """float32 to bfloat16: the interpreter cuts the lower bits off."""
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    original = InterpreterBuilder.cast_impl
+
+    def cast(self: Any, source: Any, target: Any) -> Any:
+        if source.dtype.scalar != tl.float32 or target.scalar != tl.bfloat16:
+            return original(self, source, target)
+        wide = torch.from_numpy(source.data.copy())
+        return TensorHandle(wide.bfloat16().view(torch.int16).numpy().view("uint16"), tl.bfloat16)
+
+    InterpreterBuilder.cast_impl = cast
+
+
+def _leave_overflow_of_integers_alone() -> None:
+    """Counting on it is what hashing does; the check doubles the cost of every sum."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _patch_the_language_once_per_launch() -> None:
+    """A call from one jitted function to another replaces all of ``triton.language`` anew, which takes milliseconds."""
+    from triton.runtime import interpreter
+
+    patched: set[int] = set()
+    launch = interpreter.GridExecutor.__call__
+
+    def launch_anew(self: Any, *arguments: Any, **options: Any) -> None:
+        patched.clear()
+        launch(self, *arguments, **options)
+
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        module = id(self.fn.__globals__)
+        if module not in patched:
+            patched.add(module)
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*arguments, **options)
+
+    interpreter.GridExecutor.__call__ = launch_anew
+    interpreter.InterpretedFunction.__call__ = call
+
+
 if INTERPRETED:
     _multiply_bfloat16_as_float32()
+    _round_to_nearest()
+    _patch_the_language_once_per_launch()
+    _leave_overflow_of_integers_alone()
 
 
 def compile_for(test_file: str, capability: int) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from .triton_interpreter import DEVICE  # isort: skip  # before Triton is imported
-
 import numpy as np
 import torch
 
@@ -13,6 +11,8 @@ from asyncsched.gpu.cuda.kernels.norm import add_rms_norm, head_rms_norm, rms_no
 from asyncsched.gpu.cuda.kernels.sampling import Sampled, SamplingWorkspace, sample
 from asyncsched.gpu.cuda.row_state import RowState
 from asyncsched.sampling_params import SamplingParams
+
+from .triton_helpers import DEVICE
 
 _VOCAB = 151_936
 

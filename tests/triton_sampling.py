@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from .triton_interpreter import DEVICE  # isort: skip  # before Triton is imported
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,6 +13,8 @@ from asyncsched.gpu.cuda.kernels.sampling import Sampled, SamplingWorkspace, sam
 from asyncsched.gpu.cuda.row_record import RECORD
 from asyncsched.gpu.cuda.row_state import RowState
 from asyncsched.gpu.sampler import Sampler
+
+from .triton_helpers import DEVICE
 
 
 class Pair:
