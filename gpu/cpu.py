@@ -9,6 +9,7 @@ from ..config import EngineConfig
 from ..contract import ExecutorLimits
 from .cpu_executor import CpuExecutor
 from .loading import open_checkpoint
+from .loading.release import release_freed_memory
 from .models.registry import build_model
 from .pool import available_memory, page_bytes, pool_pages
 from .sampler import Sampler, warm_up_sampling
@@ -21,6 +22,12 @@ def load(config: EngineConfig) -> Backend:
         ConfigError: options contradict the model.
         ModelError: the model cannot be found, read or run, or does not fit the memory.
     """
+    backend = _load(config)
+    release_freed_memory()
+    return backend
+
+
+def _load(config: EngineConfig) -> Backend:
     with open_checkpoint(config) as checkpoint:
         model = build_model(checkpoint, config.max_model_len, dummy=config.load_format == "dummy")
         size = page_bytes(model.cache_shapes, config.page_size, model.dtype)

@@ -19,14 +19,17 @@ from types import CellType, FunctionType
 from typing import Any, TypeVar
 
 from ...logs import get_logger
+from ._fragment import PartCompiler
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Imported by name because numba is typed in part, and more with every release: here all of it is Any.
 numba: Any = import_module("numba")
 types: Any = import_module("numba.core.types")
+caching: Any = import_module("numba.core.caching")
 cgutils: Any = import_module("numba.core.cgutils")
 extending: Any = import_module("numba.extending")
+runtime: Any = import_module("numba.core.runtime").rtsys
 ir: Any = import_module("llvmlite.ir")
 llvm: Any = import_module("llvmlite.binding")
 
@@ -43,24 +46,45 @@ def _with_sources(function: FunctionType) -> FunctionType:
     return copy
 
 
+class _Cache(caching.FunctionCache):  # type: ignore[misc]  # numba is Any
+    """Numba's cache on disk, which costs less when it has the code and is not missed when it cannot keep it."""
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        """The compiled code, if there is any. Its base would first load all that compiling may need, and running does not."""
+        runtime.initialize(context)
+        return self._load_overload(signature, context)
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        """Keep the compiled code, unless the disk is full, say."""
+        try:
+            super().save_overload(signature, result)
+        except OSError as error:
+            _warn(error)
+
+
+def _warn(error: Exception) -> None:
+    get_logger("kernels").warning("no kernel cache", reason=str(error), hint="set NUMBA_CACHE_DIR to a writable folder")
+
+
 def kernel(function: F) -> F:
     """An entry point: callable from Python, releases the GIL, cached on disk per set of argument types.
 
     Where no folder for the cache can be written, the function is compiled anew in every process.
     """
     assert isinstance(function, FunctionType)
-    options = {"nogil": True, "error_model": "numpy"}
+    options = {"nogil": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
+    compiled: Any = numba.njit(**options)(_with_sources(function))
     try:
-        compiled: F = numba.njit(cache=True, **options)(_with_sources(function))
+        compiled._cache = _Cache(compiled.py_func)
     except RuntimeError as error:
-        get_logger("kernels").warning("no kernel cache", reason=str(error), hint="set NUMBA_CACHE_DIR to a writable folder")
-        compiled = numba.njit(**options)(function)
-    return compiled
+        _warn(error)
+    entry: F = compiled
+    return entry
 
 
 def part(function: F) -> F:
-    """A function that only compiled functions call: no Python wrapper, so that it compiles in half the time."""
-    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
+    """A function that only compiled functions call: it has no Python wrapper, nor code of its own."""
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy", "pipeline_class": PartCompiler}
     compiled: F = numba.njit(**options)(function)
     return compiled
 

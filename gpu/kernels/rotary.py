@@ -21,13 +21,18 @@ _PAD = 64
 
 
 @inlined
-def _take(source: Any, begin: Any, dim: Any, weight: Any, normed: Any, eps: Any, line: Any) -> None:
-    """One head to float32, normed if asked."""
-    scale = splat(scale_of_rms(source, begin, dim, eps) if normed else np.float32(1.0))
+def _take(source: Any, begin: Any, dim: Any, line: Any) -> None:
+    """One head to float32."""
     for d in range(0, dim, LANES):
-        value = load_part(source, begin + d, dim - d)
-        if normed:
-            value = mul(mul(value, scale), load_part(weight, d, dim - d))
+        store_part(line, d, load_part(source, begin + d, dim - d), dim - d)
+
+
+@inlined
+def _norm_head(line: Any, dim: Any, weight: Any, eps: Any) -> None:
+    """Root-mean-square norm of the head, in place."""
+    scale = splat(scale_of_rms(line, 0, dim, eps))
+    for d in range(0, dim, LANES):
+        value = mul(mul(load_part(line, d, dim - d), scale), load_part(weight, d, dim - d))
         store_part(line, d, value, dim - d)
 
 
@@ -35,7 +40,7 @@ def _take(source: Any, begin: Any, dim: Any, weight: Any, normed: Any, eps: Any,
 def _rotate(line: Any, cos_sin: Any, angle: Any, rotated: Any, interleaved: Any) -> None:
     """Rotate the first ``rotated`` dimensions in place: pairs are half that apart, or neighbours."""
     half = rotated // 2
-    if interleaved:
+    if interleaved is not None:
         for i in range(half):
             a, b = line[2 * i], line[2 * i + 1]
             c, s = cos_sin[angle + i], cos_sin[angle + half + i]
@@ -55,6 +60,8 @@ def _rotary_tokens(
     chunks: Any,
     worker: Any,
     element: Any,
+    normed: Any,
+    interleaved: Any,
     qkv: Any,
     q_norm: Any,
     k_norm: Any,
@@ -72,8 +79,8 @@ def _rotary_tokens(
     rotated: Any,
     page_size: Any,
     eps: Any,
-    interleaved: Any,
 ) -> None:
+    """``normed`` and ``interleaved`` are markers, ``None`` for no: what a model does not do is not compiled for it."""
     number = np.float32(0.0)
     source, angles, queries = pointer(qkv, element), pointer(cos_sin, number), pointer(q, number)
     line = pointer(work + worker * (dim + _PAD) * 4, number)
@@ -82,8 +89,11 @@ def _rotary_tokens(
         slot = pointer(slots, np.int64(0))[i]
         begin = i * (heads + 2 * kv_heads) * dim
         for head in range(heads + kv_heads):
-            norm = q_norm if head < heads else k_norm
-            _take(source, begin + head * dim, dim, pointer(norm, element), norm != 0, eps, line)
+            _take(source, begin + head * dim, dim, line)
+            if normed is not None:
+                norm = q_norm if head < heads else k_norm
+                if norm != 0:
+                    _norm_head(line, dim, pointer(norm, element), eps)
             _rotate(line, angles, angle, rotated, interleaved)
             if head < heads:
                 for d in range(0, dim, LANES):
@@ -98,6 +108,8 @@ def _rotary_tokens(
 @kernel
 def _rotary(
     element: Any,
+    normed: Any,
+    interleaved: Any,
     qkv: Any,
     q_norm: Any,
     k_norm: Any,
@@ -115,13 +127,13 @@ def _rotary(
     rotated: Any,
     page_size: Any,
     eps: Any,
-    interleaved: Any,
     fork: Any,
     threads: Any,
 ) -> None:
-    addresses = (element, qkv, q_norm, k_norm, cos_sin, positions, slots, k_pool, v_pool, q, work)
-    sizes = (tokens, heads, kv_heads, dim, rotated, page_size, eps, interleaved)
-    parallel(_rotary_tokens, fork, threads, 4 * threads, addresses + sizes)
+    markers = (element, normed, interleaved)
+    addresses = (qkv, q_norm, k_norm, cos_sin, positions, slots, k_pool, v_pool, q, work)
+    sizes = (tokens, heads, kv_heads, dim, rotated, page_size, eps)
+    parallel(_rotary_tokens, fork, threads, 4 * threads, markers + addresses + sizes)
 
 
 def rotary_store(
@@ -174,7 +186,8 @@ def rotary_store(
     at = layout.addresses
     pools = (k_pool.data_ptr(), v_pool.data_ptr())
     addresses = (qkv.data_ptr(), *norms, cos_sin.data_ptr(), at.positions, at.slots, *pools, q.data_ptr(), work.data_ptr())
-    _rotary(kind, *addresses, tokens, heads, kv_heads, dim, rotated, layout.page_size, eps, interleaved, fork, threads)
+    markers = (kind, None if q_norm is None and k_norm is None else True, True if interleaved else None)
+    _rotary(*markers, *addresses, tokens, heads, kv_heads, dim, rotated, layout.page_size, eps, fork, threads)
     return q
 
 

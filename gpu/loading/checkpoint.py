@@ -81,8 +81,7 @@ class Checkpoint:
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One parameter, contiguous, on the CPU, converted to ``dtype``.
 
-        It may be a private view of the file's pages: writing to it changes no file, and it stays valid
-        after ``close()``.
+        Its memory is its own: writing to it changes no file, and it stays valid after ``close()``.
 
         Args:
             name: Hugging Face parameter name, ``"model.layers.0.self_attn.q_proj.weight"`` say.

@@ -56,7 +56,7 @@ class GGUFWeights:
         # GGUF files of this architecture hold q and k for rotary pairs (0, 1), (2, 3) …; Hugging Face
         # models pair the first half of a head with the second.
         self._interleaved = config["model_type"] == "llama"
-        self._bytes: NDArray[np.uint8] | None = np.memmap(header.path, np.uint8, mode="r")
+        self._closed = False
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name."""
@@ -68,9 +68,7 @@ class GGUFWeights:
         if tensor is None:
             raise missing(name, self._header.path)
         check_shape(name, self._header.path, shape, tensor.shape)
-        if self._bytes is None:
-            raise WeightsError(f"{self._header.path} has been closed; read every tensor before closing the checkpoint")
-        stored = self._bytes[tensor.offset : tensor.offset + tensor.size].reshape(tensor.shape[0], -1)
+        stored = self._stored(tensor).reshape(tensor.shape[0], -1)
         base = tensor.name.split(".")[-2]
         if self._interleaved and base in self._heads:
             stored = stored[_half_split_rows(tensor.shape[0], self._heads[base])]
@@ -78,7 +76,20 @@ class GGUFWeights:
 
     def close(self) -> None:
         """Let go of the file. Idempotent."""
-        self._bytes = None
+        self._closed = True
+
+    def _stored(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
+        path = self._header.path
+        if self._closed:
+            raise WeightsError(f"{path} has been closed; read every tensor before closing the checkpoint")
+        try:
+            # Read, not mapped: mapped pages would count as this process's memory until the last tensor is loaded.
+            stored = np.fromfile(path, np.uint8, tensor.size, offset=tensor.offset)
+        except OSError as error:
+            raise WeightsError(f"tensor {tensor.name!r} cannot be read from {path} ({error}); download it again") from error
+        if stored.size < tensor.size:
+            raise WeightsError(f"{path} ends within tensor {tensor.name!r}; download it again")
+        return stored
 
     def _decode(self, tensor: GGUFTensor, stored: NDArray[np.uint8]) -> NDArray[np.float32]:
         plain = _FLOATS.get(tensor.kind)

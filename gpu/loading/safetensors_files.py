@@ -60,8 +60,9 @@ class SafetensorsWeights:
                 f"tensor {name!r} in {file} has type {part.get_dtype()}, expected one of {', '.join(_DTYPES)}; "
                 "quantised weights are read from GGUF files only"
             )
-        tensor: torch.Tensor = opened.get_tensor(name)
-        return tensor.to(dtype).contiguous()
+        mapped: torch.Tensor = opened.get_tensor(name)
+        # Copied: one tensor that is kept as a view would keep the pages of the whole file in memory.
+        return mapped.to(dtype, copy=True).contiguous()
 
     def close(self) -> None:
         """Let go of the files. Idempotent."""
