@@ -203,6 +203,10 @@ class Admission:
             self._queue(submission)
 
     def _queue(self, submission: Submission) -> None:
+        with self._state.working("admission", submission.request_id):
+            self._queue_requests(submission)
+
+    def _queue_requests(self, submission: Submission) -> None:
         state = self._state
         state.arrivals.remove(submission)
         if not self._wait_when_full and not _is_token_ids(submission.prompt):

@@ -1,13 +1,14 @@
 """How the engine finds a compute plane: entry-point group ``asyncsched.backends``.
 
-A backend is a function ``load(config) -> Backend``, run in a worker thread. The core never imports
-one by name, so that ``import asyncsched`` stays free of torch.
+A backend is a function ``load(config) -> Backend``, run in a worker thread. One that needs a device
+may carry a function ``available() -> bool`` as an attribute, which ``device="auto"`` asks. The core
+never imports a backend by name, so that ``import asyncsched`` stays free of torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from .contract import Executor
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .config import EngineConfig
 
 GROUP = "asyncsched.backends"
+PREFERRED, FALLBACK = ("cuda",), "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,9 @@ def load_backend(config: EngineConfig) -> Backend:
         ModelError: the model cannot be found, read or run.
     """
     installed = {point.name: point for point in entry_points(group=GROUP)}
-    name = "cpu" if config.device == "auto" and "cuda" not in installed else config.device
+    name = config.device.partition(":")[0]
+    if name == "auto":
+        name = next((name for name in PREFERRED if name in installed and _available(installed[name])), FALLBACK)
     point = installed.get(name)
     if point is None:
         known = ", ".join(sorted(installed)) or "none"
@@ -51,3 +55,8 @@ def load_backend(config: EngineConfig) -> Backend:
     backend = point.load()(config)
     assert isinstance(backend, Backend)
     return backend
+
+
+def _available(point: EntryPoint) -> bool:
+    available = getattr(point.load(), "available", None)
+    return available is None or bool(available())

@@ -21,8 +21,8 @@ class EngineConfig:
         revision: Branch, tag or commit for a hub name.
         load_format: ``"auto"``, ``"safetensors"``, ``"gguf"``, or ``"dummy"`` (random weights, needs
             only the configuration file).
-        dtype: ``"auto"`` (the checkpoint's, bf16 for GGUF), ``"bfloat16"`` or ``"float32"``.
-        device: ``"auto"``, or the name of an installed backend (``"cpu"``).
+        dtype: ``"auto"`` (the checkpoint's, bf16 for GGUF), ``"bfloat16"``, ``"float32"``, or on a GPU ``"float16"``.
+        device: ``"auto"`` (a GPU if there is one), ``"cpu"``, ``"cuda"`` or ``"cuda:1"``, or the name of another backend.
         max_model_len: Longest prompt + output in tokens; ``None`` is the model's own.
 
     Memory (at most one of ``pages``, ``pool_bytes``, ``pool_fraction``):
@@ -43,6 +43,9 @@ class EngineConfig:
             pages run out. ``"prompt"`` reserves the prompt alone, as vLLM does: the most at once, and the
             most preemptions.
         max_preemptions: A request preempted this often is spared while another victim can be found.
+
+    GPU:
+        cuda_graphs: Run decode steps as CUDA graphs; ``False`` launches them kernel by kernel, with the same tokens.
 
     Queue:
         max_queued_requests, max_queued_tokens: Bounds on what waits; ``None`` is unbounded.
@@ -78,7 +81,7 @@ class EngineConfig:
     model: str = DEFAULT_MODEL
     revision: str | None = None
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: str = "auto"
     max_model_len: int | None = None
 
@@ -97,6 +100,8 @@ class EngineConfig:
     max_preemptions: int = 3
 
     own_loop: bool = False
+
+    cuda_graphs: bool = True
 
     max_queued_requests: int | None = None
     max_queued_tokens: int | None = None
@@ -124,8 +129,8 @@ class EngineConfig:
             raise ConfigError("model is empty; pass a folder, a .gguf file or a hub name")
         if self.load_format not in ("auto", "safetensors", "gguf", "dummy"):
             raise ConfigError(f"load_format={self.load_format!r}: use auto, safetensors, gguf or dummy")
-        if self.dtype not in ("auto", "bfloat16", "float32"):
-            raise ConfigError(f"dtype={self.dtype!r}: use auto, bfloat16 or float32")
+        if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
+            raise ConfigError(f"dtype={self.dtype!r}: use auto, bfloat16, float16 or float32")
         if self.reserve not in ("full", "expected", "prompt"):
             raise ConfigError(f"reserve={self.reserve!r}: use full, expected or prompt")
         if self.when_full not in ("refuse", "wait"):

@@ -146,6 +146,8 @@ class StepResult:
         fatal: With ``error``: the device is lost, no later plan can run.
         launched_at: When the device began, monotonic seconds (``time.monotonic``).
         completed_at: When it ended.
+        launching: When the compute thread began and ended to launch it, the same clock; ``None`` where the
+            thread is the device.
     """
 
     step: int
@@ -158,6 +160,7 @@ class StepResult:
     fatal: bool = False
     launched_at: float = 0.0
     completed_at: float = 0.0
+    launching: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -29,6 +30,7 @@ from .run import Run
 from .sampling_params import FIELD_NAMES, SamplingParams
 from .statistics import Statistics
 from .stream import TokenStream
+from .timeline import Trace
 from .tokenizer import Message, Tokenizer
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Message]
@@ -270,6 +272,13 @@ class Engine:
     def events(self, capacity: int = 10_000) -> EventStream:
         """What happens from now on, as an async iterator."""
         return self._running().listen(capacity)
+
+    def trace(self, path: str | os.PathLike[str]) -> Trace:
+        """Record a timeline: ``async with engine.trace("out.json"): …`` writes it when the block ends.
+
+        For https://ui.perfetto.dev: tracks for the control tasks, the compute thread, the device and every request.
+        """
+        return Trace(self, path)
 
     @property
     def limits(self) -> ExecutorLimits:

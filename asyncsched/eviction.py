@@ -25,8 +25,12 @@ class Evictor:
         """Restore the watermark whenever the planner has seen it crossed."""
         while True:
             await self._wake.wait()
-            while (missing := self.missing()) > 0 and self._evict(min(missing, self._slice)):
+            while (missing := self.missing()) > 0 and self._free(min(missing, self._slice)):
                 await anyio.lowlevel.checkpoint()
+
+    def _free(self, pages: int) -> int:
+        with self._state.working("eviction", f"{pages} pages"):
+            return self._evict(pages)
 
     def missing(self) -> int:
         """Pages to evict until the high watermark is reached; those in limbo count as free."""

@@ -59,6 +59,10 @@ class Finisher:
 
     def process(self, result: StepResult) -> None:
         """Apply one result and see that the device has something to do."""
+        with self._state.working("finish", f"step {result.step}"):
+            self._process(result)
+
+    def _process(self, result: StepResult) -> None:
         state = self._state
         state.complete_step(result.step)
         if not state.outstanding and not self._serial:
@@ -72,6 +76,8 @@ class Finisher:
         if not result.fatal:
             self._planner.top_up()
         state.notify()
+        if state.recorder is not None:
+            state.recorder.step(state, record, result)
 
     def apply(self, record: InFlight, result: StepResult) -> None:
         """Append the tokens, end what has ended, wake who waits."""

@@ -71,7 +71,8 @@ class Planner:
         """Submit plans until ``depth`` are in flight or nothing is runnable."""
         state = self._state
         while state.outstanding < self._limit and state.mode != "frozen":
-            plan = self.build()
+            with state.working("planner", "plan"):
+                plan = self.build()
             if plan is None:
                 return
             self._executor.submit(plan)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,6 +23,7 @@ from .events import Admitted, EventBus, Finished, Preempted
 from .pages import PagePool
 from .policy_host import PolicyHost
 from .radix import RadixTree
+from .recorder import IDLE, Recorder
 from .request import FinishReason, Request, Submission
 from .rows import RowTable
 from .service import StepService, TenantIds
@@ -124,6 +126,7 @@ class ControlState:
         lobby: Wakes the admission task: a submission came in, or the waiting set has shrunk.
         submitted, completed: Numbers of the last step submitted and completed.
         over: The engine is closing or dead.
+        recorder: Set while somebody records a timeline.
         mode: ``running``; ``finishing``: no new request is admitted; ``frozen``: nothing is planned.
     """
 
@@ -161,8 +164,13 @@ class ControlState:
         self.over = False
         self._leases = 0
         self._watchers: list[anyio.Event] = []
+        self.recorder: Recorder | None = None
         self.lobby = Signal()
         self.counters = Counters()
+
+    def working(self, task: str, name: str) -> AbstractContextManager[None]:
+        """Within: a control task is at work, for the timeline."""
+        return IDLE if self.recorder is None else self.recorder.working(task, name)
 
     @property
     def outstanding(self) -> int:

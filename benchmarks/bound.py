@@ -105,6 +105,16 @@ class TimedModel:
         return self._model.dtype
 
     @property
+    def heads(self) -> int:
+        """The model's."""
+        return self._model.heads
+
+    @property
+    def graphable(self) -> bool:
+        """The model's."""
+        return self._model.graphable
+
+    @property
     def cache_shapes(self) -> tuple[CacheShape, ...]:
         """The model's."""
         return self._model.cache_shapes

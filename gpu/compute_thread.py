@@ -1,4 +1,4 @@
-"""The one thread that owns a device: plans in, results out, strictly in order."""
+"""The threads beside a device: one launches its steps, another waits for those that run on by themselves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread, current_thread
-from typing import Final
+from typing import Final, Generic, Protocol, TypeVar
 
 from ..contract import EMPTY_INTS, StepPlan, StepResult
 from ..errors import EngineClosedError, EngineError
@@ -15,13 +15,29 @@ from ..logs import get_logger
 _STOP: Final = None
 
 
+class Pending(Protocol):
+    """A step that was launched and runs on by itself."""
+
+    @property
+    def step(self) -> int:
+        """The plan's number."""
+        ...
+
+    def finish(self) -> StepResult:
+        """Wait for its end and read what it sampled. Completion thread only."""
+        ...
+
+
+Answer = TypeVar("Answer", bound=StepResult | Pending)
+
+
 class DeviceLostError(EngineError):
     """The device cannot run another step. A runner raises this, or anything with ``device_lost = True``."""
 
     device_lost: Final = True
 
 
-class ComputeThread:
+class ComputeThread(Generic[Answer]):
     """Runs plans one after the other on a daemon thread of its own.
 
     A plan whose ``run`` raises is answered with a result that carries the exception. Once ``run``
@@ -30,12 +46,13 @@ class ComputeThread:
     no CPU. It knows nothing of the device, so that every executor can use it.
 
     Args:
-        run: Computes one plan. Called on the compute thread only.
-        deliver: Takes each result, in plan order, once per plan. Called on the compute thread; must not block.
+        run: Computes or launches one plan. Called on the compute thread only.
+        deliver: Takes each answer, in plan order, once per plan: what ``run`` returned, or a failure.
+            Called on the compute thread; must not block.
         name: The thread's name.
     """
 
-    def __init__(self, run: Callable[[StepPlan], StepResult], deliver: Callable[[StepResult], None], name: str) -> None:
+    def __init__(self, run: Callable[[StepPlan], Answer], deliver: Callable[[Answer | StepResult], None], name: str) -> None:
         self._run = run
         self._deliver = deliver
         self._queue: SimpleQueue[StepPlan | None] = SimpleQueue()
@@ -66,20 +83,19 @@ class ComputeThread:
         if current_thread() is not self._thread:
             self._thread.join()
 
+    def lose(self, error: BaseException) -> None:
+        """The device is lost: answer every plan from now on with this error. Any thread."""
+        self._lost = error
+
     def _loop(self) -> None:
         while (plan := self._queue.get()) is not _STOP:
             step = plan.step
-            result = self._answer(plan)
+            answer = self._answer(plan)
             del plan
-            try:
-                self._deliver(result)
-            except Exception:
-                # The receiver is broken or gone (its event loop was closed, say). Dying here would leave the
-                # plans behind this one without an answer, so report and go on.
-                get_logger("compute thread").exception("step result could not be delivered", step=step)
-            del result  # an idle thread must not keep the last step's arrays (or its traceback) alive
+            _pass_on(self._deliver, answer, step)
+            del answer  # an idle thread must not keep the last step's arrays (or its traceback) alive
 
-    def _answer(self, plan: StepPlan) -> StepResult:
+    def _answer(self, plan: StepPlan) -> Answer | StepResult:
         if self._lost is not None:
             return _failure(plan.step, self._lost, fatal=True)
         if self._closing:
@@ -91,6 +107,64 @@ class ComputeThread:
             if getattr(error, "device_lost", False):
                 self._lost = error
             return _failure(plan.step, error, fatal=self._lost is not None, started=started)
+
+
+class CompletionThread:
+    """Waits for launched steps, in order, and delivers their results.
+
+    A step whose ``finish`` raises is answered with a result that carries the exception, ``fatal`` set
+    if it has a true ``device_lost`` attribute. While nothing is launched the thread is blocked and uses
+    no CPU.
+
+    Args:
+        deliver: Takes each result, in order. Called on the completion thread; must not block.
+        lose: Told when the device is lost.
+        name: The thread's name.
+    """
+
+    def __init__(self, deliver: Callable[[StepResult], None], lose: Callable[[BaseException], None], name: str) -> None:
+        self._deliver = deliver
+        self._lose = lose
+        self._queue: SimpleQueue[StepResult | Pending | None] = SimpleQueue()
+        self._thread = Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, answer: StepResult | Pending) -> None:
+        """Queue the answer to one plan. Compute thread only."""
+        self._queue.put(answer)
+
+    def close(self) -> None:
+        """Wait for what is queued and join the thread. After the last ``put``; blocks, except on the thread itself."""
+        self._queue.put(_STOP)
+        if current_thread() is not self._thread:
+            self._thread.join()
+
+    def _loop(self) -> None:
+        while (answer := self._queue.get()) is not _STOP:
+            step = answer.step
+            result = answer if isinstance(answer, StepResult) else self._finish(answer)
+            del answer
+            _pass_on(self._deliver, result, step)
+            del result
+
+    def _finish(self, pending: Pending) -> StepResult:
+        started = time.monotonic()
+        try:
+            return pending.finish()
+        except BaseException as error:  # whatever it is, the plan needs an answer
+            lost = bool(getattr(error, "device_lost", False))
+            if lost:
+                self._lose(error)
+            return _failure(pending.step, error, fatal=lost, started=started)
+
+
+def _pass_on(deliver: Callable[[Answer], None], answer: Answer, step: int) -> None:
+    try:
+        deliver(answer)
+    except Exception:
+        # The receiver is broken or gone (its event loop was closed, say). Dying here would leave the
+        # plans behind this one without an answer, so report and go on.
+        get_logger("compute thread").exception("step result could not be delivered", step=step)
 
 
 def _failure(step: int, error: BaseException, *, fatal: bool = False, started: float | None = None) -> StepResult:

@@ -88,7 +88,7 @@ class CpuExecutor:
         self._scores = PromptScores(sampler)
         self._state = DeviceState(limits)
         self._pools: list[KVPool] = allocate_pools(model.cache_shapes, limits.pages, limits.page_size, model.dtype)
-        self._thread: ComputeThread | None = None
+        self._thread: ComputeThread[StepResult] | None = None
         self._meanwhile = None if meanwhile is None else Thread(target=meanwhile, name="asyncsched-warm-up", daemon=True)
         self._closed = False
 
@@ -162,8 +162,8 @@ class CpuExecutor:
                 return StepResult(plan.step, EMPTY_INTS, EMPTY_INTS, launched_at=launched, completed_at=time.monotonic())
             self._state.advance(plan, packed)
             assert self._model is not None
-            scored = self._scores.chunks(plan, packed)
-            wanted = wanted_positions(packed, scored)
+            scored = self._scores.chunks(plan, packed.decoding)
+            wanted = wanted_positions(packed.sampled_at, scored)
             logits = self._model.forward(torch.from_numpy(packed.tokens), packed.layout, self._pools, torch.from_numpy(wanted))
             prompt_logprobs = self._scores.score(scored, wanted, logits) if scored else None
             tokens, logprobs, failed = EMPTY_INTS, None, None

@@ -33,7 +33,7 @@ class Linear:
         self._bias = bias
         self._weight = weight
         self.packed = False
-        if weight.dtype is torch.bfloat16 and _can_pack():
+        if weight.dtype is torch.bfloat16 and weight.device.type == "cpu" and _can_pack():
             packed = _pack(weight, bias)
             if packed is not None:
                 self._weight = packed

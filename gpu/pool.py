@@ -27,11 +27,13 @@ def page_bytes(shapes: Sequence[CacheShape], page_size: int, dtype: torch.dtype)
     return sum(2 * shape.kv_heads * shape.head_dim for shape in shapes) * page_size * dtype.itemsize
 
 
-def pool_pages(config: EngineConfig, max_model_len: int, bytes_per_page: int, available: int) -> int:
+def pool_pages(
+    config: EngineConfig, max_model_len: int, bytes_per_page: int, available: int, share: float = _DEFAULT_SHARE
+) -> int:
     """Pages the pool gets.
 
     As configured (``pages``, ``pool_bytes`` or ``pool_fraction`` of what is available), otherwise
-    enough for every row at full length, but at most a quarter of what is available.
+    enough for every row at full length, but at most ``share`` of what is available.
 
     Args:
         config: Which of the sizes was given, and rows and page size.
@@ -50,7 +52,7 @@ def pool_pages(config: EngineConfig, max_model_len: int, bytes_per_page: int, av
         pages = int(config.pool_fraction * available) // bytes_per_page
     else:
         wanted = config.max_rows * -(-max_model_len // config.page_size)
-        pages = min(wanted, int(_DEFAULT_SHARE * available) // bytes_per_page)
+        pages = min(wanted, int(share * available) // bytes_per_page)
     if pages < 1 or pages * bytes_per_page > available:
         raise NotEnoughMemoryError(
             f"the page pool needs at least one page of {bytes_per_page:,} bytes ({config.page_size} tokens), was to have "

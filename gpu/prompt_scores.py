@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..contract import IntArray, StepPlan, TokenLogprobs
-from .device_state import PackedStep
 
 _BLOCK = 128  # positions per call, so that the float32 copy of the logits stays small
 
@@ -57,10 +56,10 @@ class PromptScores:
         """The row left or joined anew."""
         self._before.pop(row, None)
 
-    def chunks(self, plan: StepPlan, packed: PackedStep) -> list[ScoredChunk]:
-        """The chunks of this step whose rows asked for it."""
+    def chunks(self, plan: StepPlan, decoding: int) -> list[ScoredChunk]:
+        """The chunks of this step whose rows asked for it; ``decoding`` packed tokens come before the first."""
         scored = []
-        first = packed.decoding
+        first = decoding
         for chunk in plan.prefill:
             top = self._sampler.wants_prompt_logprobs(chunk.row)
             if top is not None:
@@ -90,16 +89,16 @@ class PromptScores:
         return tuple(scores)
 
 
-def wanted_positions(packed: PackedStep, chunks: list[ScoredChunk]) -> NDArray[np.int64]:
+def wanted_positions(sampled_at: NDArray[np.int64], chunks: list[ScoredChunk]) -> NDArray[np.int64]:
     """Packed positions whose logits are needed, ascending: the sampled ones and every scored one."""
     if not chunks:
-        return packed.sampled_at
+        return sampled_at
     ranges = [np.arange(chunk.first, chunk.first + chunk.tokens.size, dtype=np.int64) for chunk in chunks]
-    return np.unique(np.concatenate([packed.sampled_at, *ranges]))
+    return np.unique(np.concatenate([sampled_at, *ranges]))
 
 
 def select(logits: Tensor, wanted: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
     """The rows of ``logits`` (of positions ``wanted``) that belong to ``positions``."""
     if wanted.size == positions.size:
         return logits
-    return logits[torch.from_numpy(np.searchsorted(wanted, positions))]
+    return logits[torch.from_numpy(np.searchsorted(wanted, positions)).to(logits.device)]

@@ -70,6 +70,7 @@ class ModuleWeights:
     module: Any
     dtype: torch.dtype = torch.float32
     name: str = "tiny"
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     hf_folder: Path | None = None
     config: dict[str, Any] = field(default_factory=dict)
 

@@ -29,6 +29,8 @@ from asyncsched.gpu.loading.release import release_freed_memory
 
 from .models_helpers import TINY
 
+CPU = torch.device("cpu")
+
 
 def dummy_folder(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **TINY}))
@@ -132,14 +134,14 @@ def test_a_gguf_file_cut_after_it_was_opened(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     weights = GGUFWeights(read_header(file), {"num_attention_heads": 1, "num_key_value_heads": 1, "model_type": "llama"})
-    assert weights.read("model.norm.weight", (64,), torch.float32).sum() == 64.0
+    assert weights.read("model.norm.weight", (64,), torch.float32, CPU).sum() == 64.0
     with file.open("r+b") as cut:
         cut.truncate(file.stat().st_size - 128)
     with pytest.raises(WeightsError, match=r"ends within tensor 'output_norm.weight'; download it again"):
-        weights.read("model.norm.weight", (64,), torch.float32)
+        weights.read("model.norm.weight", (64,), torch.float32, CPU)
     file.unlink()
     with pytest.raises(WeightsError, match=r"'output_norm.weight' cannot be read .* download it again"):
-        weights.read("model.norm.weight", (64,), torch.float32)
+        weights.read("model.norm.weight", (64,), torch.float32, CPU)
 
 
 def test_releasing_memory_needs_no_particular_c_library(monkeypatch: pytest.MonkeyPatch) -> None:

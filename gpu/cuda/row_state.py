@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from ...contract import ExecutorLimits, StepPlan
+from ...contract import ExecutorLimits, IntArray, StepPlan
 from .deltas import DeltaPacker, PackedDeltas
 from .kernels.row_update import scatter_words
 from .row_record import ENTRY_WORDS, RECORD_WORDS
@@ -21,6 +23,7 @@ class RowState:
     Args:
         limits: Rows, pages and lengths.
         device: Where the tensors live.
+        upload: Copies words there without waiting; they may change afterwards. By default a plain copy.
 
     Attributes:
         block_table: int32 ``[max_rows, pages per row]``.
@@ -32,8 +35,11 @@ class RowState:
         pool_address: int64 ``[1]``: where the entries are (``row_record.ENTRY``).
     """
 
-    def __init__(self, limits: ExecutorLimits, device: torch.device) -> None:
+    def __init__(
+        self, limits: ExecutorLimits, device: torch.device, upload: Callable[[IntArray], torch.Tensor] | None = None
+    ) -> None:
         self.limits = limits
+        self._upload = upload or (lambda words: torch.tensor(words, device=device))
         self._packer = DeltaPacker(limits)
         layout = self._packer.layout
         self._words = torch.zeros(layout.words, dtype=torch.int32, device=device)
@@ -63,11 +69,7 @@ class RowState:
         if packed.words.size == 0:
             return
         self._grow(packed.capacity)
-        staged = torch.from_numpy(packed.words)
-        if self._words.is_cuda:
-            # The pinned copy is not handed out again before the device has read it: torch's host allocator sees to it.
-            staged = staged.pin_memory()
-        words = staged.to(self._words.device, non_blocking=True)
+        words = self._upload(packed.words)
         scatter_words(self._words, words, packed.scattered)
         first = 2 * packed.scattered
         for start, count in packed.lists:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ...config import EngineConfig
-from ...errors import UnsupportedModelError
+from ...errors import ConfigError, UnsupportedModelError
 from ...tokenizer import Tokenizer
 from .json_files import read_json, read_json_if_present
 from .resolve import Location, resolve
@@ -26,8 +26,8 @@ class WeightSource(Protocol):
         """Whether there is a tensor of this name."""
         ...
 
-    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor, checked and converted.
+    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The tensor, checked, converted, and on the device.
 
         Raises:
             WeightsError: missing, unreadable, or of another shape.
@@ -46,6 +46,7 @@ class Checkpoint:
         name: For logs and results.
         config: What config.json holds; for a GGUF file the same keys, from its metadata.
         dtype: Of every tensor handed out.
+        device: Where tensors are put.
         tokenizer: ``None`` if the model has none: token ids in, token ids out.
         hf_folder: The folder with config.json; ``None`` for a GGUF file.
         generation_config: What generation_config.json holds, or ``{}``.
@@ -68,6 +69,7 @@ class Checkpoint:
         self.tokenizer = tokenizer
         self.hf_folder = hf_folder
         self.generation_config = generation_config
+        self.device = torch.device("cpu")
         self._source = source
 
     def has(self, name: str) -> bool:
@@ -79,7 +81,7 @@ class Checkpoint:
         return self._source.has(name)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """One parameter, contiguous, on the CPU, converted to ``dtype``.
+        """One parameter, contiguous, on ``device``, converted to ``dtype``.
 
         Its memory is its own: writing to it changes no file, and it stays valid after ``close()``.
 
@@ -90,7 +92,7 @@ class Checkpoint:
         Raises:
             WeightsError: missing, unreadable, or of another shape.
         """
-        return self._source.read(name, tuple(shape), self.dtype)
+        return self._source.read(name, tuple(shape), self.dtype, self.device)
 
     def close(self) -> None:
         """Let go of the files. Idempotent."""
@@ -103,23 +105,29 @@ class Checkpoint:
         self.close()
 
 
-def open_checkpoint(config: EngineConfig) -> Checkpoint:
+def open_checkpoint(config: EngineConfig, *, float16: bool = False) -> Checkpoint:
     """Find and open ``config.model``. Worker thread only; takes seconds, longer for a download.
 
     Opening checks that every file is there and whole; tensors are read one by one later.
 
+    Args:
+        config: What to open.
+        float16: The device computes in float16.
+
     Raises:
-        ConfigError: ``load_format`` contradicts what was found.
+        ConfigError: ``load_format`` contradicts what was found, or the device cannot compute in ``dtype``.
         ModelNotFoundError: no such model; the text says what to do.
         UnsupportedModelError: its architecture, tokenizer or data type cannot be read here.
         WeightsError: weight files are missing, truncated or corrupt.
         ModelError: another file of the model is unreadable.
     """
     location = resolve(config)
-    return (_open_gguf if location.kind == "gguf" else _open_folder)(location, config)
+    if config.dtype == "float16" and not float16:
+        raise ConfigError("dtype='float16' has no kernels on this device; use bfloat16 or float32")
+    return (_open_gguf if location.kind == "gguf" else _open_folder)(location, config, float16)
 
 
-def _open_folder(location: Location, config: EngineConfig) -> Checkpoint:
+def _open_folder(location: Location, config: EngineConfig, float16: bool) -> Checkpoint:
     from .tokenizer_files import folder_tokenizer
 
     folder = location.path
@@ -141,7 +149,7 @@ def _open_folder(location: Location, config: EngineConfig) -> Checkpoint:
     return Checkpoint(
         name=location.name,
         config=model,
-        dtype=_resolve_dtype(config.dtype, _declared_dtype(model) or source.stored_dtype, folder),
+        dtype=_resolve_dtype(config.dtype, _declared_dtype(model) or source.stored_dtype, folder, float16),
         tokenizer=tokenizer,
         hf_folder=folder,
         generation_config=generation,
@@ -149,7 +157,7 @@ def _open_folder(location: Location, config: EngineConfig) -> Checkpoint:
     )
 
 
-def _open_gguf(location: Location, config: EngineConfig) -> Checkpoint:
+def _open_gguf(location: Location, config: EngineConfig, float16: bool) -> Checkpoint:
     from .gguf_config import generation_config, hf_config
     from .gguf_header import read_header
     from .gguf_tokenizer import gguf_tokenizer
@@ -170,7 +178,7 @@ def _open_gguf(location: Location, config: EngineConfig) -> Checkpoint:
     return Checkpoint(
         name=location.name,
         config=model,
-        dtype=_resolve_dtype(config.dtype, "bfloat16", location.path),
+        dtype=_resolve_dtype(config.dtype, "bfloat16", location.path, float16),
         tokenizer=tokenizer,
         hf_folder=None,
         generation_config=generation,
@@ -183,11 +191,13 @@ def _declared_dtype(model: Mapping[str, Any]) -> str | None:
     return str(declared).removeprefix("torch.") if declared else None
 
 
-def _resolve_dtype(asked: str, stored: str, path: Path) -> torch.dtype:
+def _resolve_dtype(asked: str, stored: str, path: Path, float16: bool) -> torch.dtype:
     if asked != "auto":
-        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[asked]
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[asked]
     if stored == "float32":
         return torch.float32
-    if stored in ("bfloat16", "float16"):  # float16 has no kernels here, and bfloat16 cannot overflow in its place
+    if stored == "bfloat16" or (stored == "float16" and not float16):  # bfloat16 cannot overflow in its place
         return torch.bfloat16
+    if stored == "float16":
+        return torch.float16
     raise UnsupportedModelError(f"{path} has data type {stored!r}; pass dtype='bfloat16' or dtype='float32'")

@@ -42,16 +42,16 @@ class DummyWeights:
             return kind == "qwen3"
         return name.endswith(".weight")
 
-    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See ``WeightSource.read``; never fails."""
         if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=dtype)
+            return torch.ones(shape, dtype=dtype, device=device)
         scale = 0.02 if len(shape) < 2 else shape[-1] ** -0.5
-        out = torch.empty(shape, dtype=dtype)
+        out = torch.empty(shape, dtype=dtype, device=device)
         flat = out.view(-1)
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
         drawn = np.random.default_rng(seed).standard_normal(min(_BLOCK, flat.numel()), dtype=np.float32) * np.float32(scale)
-        block = torch.from_numpy(drawn).to(dtype)
+        block = torch.from_numpy(drawn).to(device, dtype)
         whole = flat.numel() // _BLOCK
         if whole:
             flat[: whole * _BLOCK].view(whole, _BLOCK).copy_(block)

@@ -62,7 +62,7 @@ class GGUFWeights:
         """Whether there is a tensor of this name."""
         return _gguf_name(name) in self._header.tensors
 
-    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See ``WeightSource.read``."""
         tensor = self._header.tensors.get(_gguf_name(name))
         if tensor is None:
@@ -72,7 +72,7 @@ class GGUFWeights:
         base = tensor.name.split(".")[-2]
         if self._interleaved and base in self._heads:
             stored = stored[_half_split_rows(tensor.shape[0], self._heads[base])]
-        return torch.from_numpy(self._decode(tensor, stored)).to(dtype)
+        return torch.from_numpy(self._decode(tensor, stored)).to(device, dtype)
 
     def close(self) -> None:
         """Let go of the file. Idempotent."""

@@ -45,7 +45,7 @@ class SafetensorsWeights:
         """Whether there is a tensor of this name."""
         return name in self._place
 
-    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See ``WeightSource.read``."""
         file = self._place.get(name)
         if file is None:
@@ -62,7 +62,7 @@ class SafetensorsWeights:
             )
         mapped: torch.Tensor = opened.get_tensor(name)
         # Copied: one tensor that is kept as a view would keep the pages of the whole file in memory.
-        return mapped.to(dtype, copy=True).contiguous()
+        return mapped.to(device, dtype, copy=True).contiguous()
 
     def close(self) -> None:
         """Let go of the files. Idempotent."""

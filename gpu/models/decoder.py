@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import add_rms_norm, paged_attention, rms_norm, rotary_store, silu_mul
-from ..kernels.layout import StepLayout
+from .. import kernels as cpu_kernels
 from ..linear import Linear
-from .base import CacheShape, KVPool, Weights
+from .base import CacheShape, Kernels, KVPool, Layout, Weights
 from .decoder_config import DecoderConfig
 
 
@@ -39,13 +38,19 @@ class Decoder:
         config: Sizes and variants.
         weights: Where the parameters are read from.
         max_model_len: Longest sequence wanted, in tokens; ``None`` or more than the model's own is the model's own.
+        kernels: Those of the device that the weights are on.
 
     Raises:
         WeightsError: a parameter is missing or of the wrong shape.
     """
 
-    def __init__(self, config: DecoderConfig, weights: Weights, max_model_len: int | None = None) -> None:
+    graphable = True
+
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, max_model_len: int | None = None, kernels: Kernels = cpu_kernels
+    ) -> None:
         self._config = config
+        self._kernels = kernels
         self._scale = config.head_dim**-0.5
         self._embedding = weights.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden))
         self._layers = [_load_layer(config, weights, index) for index in range(len(config.windows))]
@@ -53,7 +58,7 @@ class Decoder:
         head = self._embedding if config.tied else weights.tensor("lm_head.weight", (config.vocab_size, config.hidden))
         self._head = Linear(head)
         self._max_model_len = min(max_model_len or config.max_length, config.max_length)
-        self._cos_sin = config.rope.table(config.head_dim, self._max_model_len)
+        self._cos_sin = config.rope.table(config.head_dim, self._max_model_len).to(self._embedding.device)
 
     @property
     def vocab_size(self) -> int:
@@ -71,21 +76,26 @@ class Decoder:
         return self._embedding.dtype
 
     @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self._config.heads
+
+    @property
     def cache_shapes(self) -> tuple[CacheShape, ...]:
         """One per layer."""
         return (CacheShape(self._config.kv_heads, self._config.head_dim),) * len(self._layers)
 
-    def forward(self, tokens: Tensor, layout: StepLayout, pools: Sequence[KVPool], wanted: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, layout: Layout, pools: Sequence[KVPool], wanted: Tensor) -> Tensor:
         """Compute one packed step; see ``CausalModel.forward``. Compute thread only."""
-        config = self._config
+        config, kernels = self._config, self._kernels
         layers = self._layers
         eps, heads, kv_heads = config.eps, config.heads, config.kv_heads
         residual = functional.embedding(tokens, self._embedding)
-        normed = rms_norm(residual, layers[0].attention_norm, eps)
+        normed = kernels.rms_norm(residual, layers[0].attention_norm, eps)
         last = len(layers) - 1
         for index, layer in enumerate(layers):
             keys, values = pools[index]
-            query = rotary_store(
+            query = kernels.rotary_store(
                 layer.qkv(normed),
                 self._cos_sin,
                 layout,
@@ -99,14 +109,14 @@ class Decoder:
             )
             if index == last and not len(wanted):
                 break  # the cache is complete, and nobody asks for the rest
-            attended = paged_attention(query, layout, keys, values, self._scale, window=layer.window)
+            attended = kernels.paged_attention(query, layout, keys, values, self._scale, window=layer.window)
             if index == last and len(wanted) != len(tokens):
                 # Behind the last attention every position is on its own: drop those nobody asks for.
                 attended, residual = attended[wanted], residual[wanted]
-            normed, residual = add_rms_norm(layer.output(attended), residual, layer.mlp_norm, eps)
-            hidden = layer.down(silu_mul(layer.gate_up(normed)))
+            normed, residual = kernels.add_rms_norm(layer.output(attended), residual, layer.mlp_norm, eps)
+            hidden = layer.down(kernels.silu_mul(layer.gate_up(normed)))
             following = self._final_norm if index == last else layers[index + 1].attention_norm
-            normed, residual = add_rms_norm(hidden, residual, following, eps)
+            normed, residual = kernels.add_rms_norm(hidden, residual, following, eps)
         return self._head(normed[: len(wanted)])
 
 

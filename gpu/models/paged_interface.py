@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...errors import UnsupportedModelError
-from ..kernels import paged_attention, store_kv
-from ..kernels.layout import StepLayout
-from .base import CacheShape, KVPool
+from .. import kernels as cpu_kernels
+from .base import CacheShape, Kernels, KVPool, Layout
 
 INTERFACE: Final = "asyncsched_paged"
 # What some models add to their scores and this function cannot: attention sinks, position biases, selected keys.
@@ -35,13 +34,15 @@ class PagedStep:
     Each attention module holds a reference to its own model's instance, so that two engines in one
     process never see each other's step.
 
-    Args:
+    Attributes:
         dtype: Of the pools.
+        kernels: Store and attend.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._layout: StepLayout | None = None
+        self.dtype = dtype
+        self.kernels: Kernels = cpu_kernels
+        self._layout: Layout | None = None
         self._pools: Sequence[KVPool] = ()
         self._found: dict[int, FoundLayer] = {}
         self._pool_of_layer: dict[int, int] = {}
@@ -55,7 +56,7 @@ class PagedStep:
         self._pool_of_layer = {layer: pool for pool, layer in enumerate(sorted(self._found))}
 
     @contextmanager
-    def over(self, layout: StepLayout, pools: Sequence[KVPool]) -> Iterator[None]:
+    def over(self, layout: Layout, pools: Sequence[KVPool]) -> Iterator[None]:
         """Within: layers attend over ``pools``, laid out by ``layout``."""
         self._layout, self._pools = layout, pools
         try:
@@ -72,9 +73,9 @@ class PagedStep:
         if self._layout is None:
             return self._discover(module, layer, query, key, value, window)
         keys, values = self._pools[self._pool_of_layer[layer]]
-        head_dim = keys.shape[2]
-        store_kv(_packed(key, self._dtype, head_dim), _packed(value, self._dtype, head_dim), self._layout, keys, values)
-        attended = paged_attention(
+        head_dim, kernels = values.shape[3], self.kernels
+        kernels.store_kv(_packed(key, self.dtype, head_dim), _packed(value, self.dtype, head_dim), self._layout, keys, values)
+        attended = kernels.paged_attention(
             _packed(query, torch.float32, head_dim), self._layout, keys, values, scale, window=window, softcap=softcap
         )
         return attended.view(1, attended.shape[0], -1, head_dim)[..., :width].to(query.dtype)

@@ -104,7 +104,7 @@ def compare_with_eager(model: TransformersModel, module: Any) -> None:
 
 
 def _paged_logits(model: TransformersModel, sequences: list[Tensor]) -> list[Tensor]:
-    pools = allocate_pools(model.cache_shapes, len(sequences), _PAGE, model.dtype)
+    pools = allocate_pools(model.cache_shapes, len(sequences), _PAGE, model.cache_dtype)
     table = np.arange(len(sequences), dtype=np.int32)[:, None]
     rows = np.arange(len(sequences), dtype=np.int32)
     split = 3

@@ -1,0 +1,66 @@
+"""What a GPU must offer a model, found out before anything is loaded."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import UnsupportedModelError
+from ..models.decoder_config import DecoderConfig
+from .device import check_memory
+
+if TYPE_CHECKING:
+    from ..loading.checkpoint import Checkpoint
+
+_WIDEST = 256
+
+
+def check_model(checkpoint: Checkpoint, free: int) -> None:
+    """See that the kernels compute the model and that its weights fit into ``free`` bytes.
+
+    Models that only transformers knows are checked when they are built.
+
+    Raises:
+        UnsupportedModelError: a head size that the kernels lack.
+        NotEnoughMemoryError: the weights do not fit; the text says how much is missing.
+    """
+    config = _decoder_config(checkpoint.config)
+    if config is None:
+        return
+    if config.head_dim % 8 or config.head_dim > _WIDEST:
+        raise UnsupportedModelError(
+            f"{checkpoint.name}: the CUDA kernels compute heads of up to {_WIDEST} dimensions, in multiples of 8, "
+            f"not {config.head_dim}; use device='cpu'"
+        )
+    check_memory(f"the weights of {checkpoint.name}", parameters(config) * checkpoint.dtype.itemsize, free)
+
+
+def weight_bytes(checkpoint: Checkpoint) -> int | None:
+    """Bytes of all parameters; ``None`` for models that only transformers knows."""
+    config = _decoder_config(checkpoint.config)
+    return None if config is None else parameters(config) * checkpoint.dtype.itemsize
+
+
+def parameters(config: DecoderConfig) -> int:
+    """Numbers in the weights of a model of the Llama family, without biases."""
+    projections = (2 * config.heads + 2 * config.kv_heads) * config.head_dim
+    layer = config.hidden * (projections + 3 * config.intermediate + 2)
+    tables = (1 if config.tied else 2) * config.vocab_size * config.hidden
+    return len(config.windows) * layer + tables + config.hidden
+
+
+def release_device_memory() -> None:
+    """Give what nobody refers to back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _decoder_config(config: Mapping[str, Any]) -> DecoderConfig | None:
+    try:
+        return DecoderConfig.from_hf(config)
+    except UnsupportedModelError:
+        return None
