@@ -6,6 +6,7 @@ from typing import Any
 
 import anyio
 import pytest
+import structlog
 
 from asyncsched import Chunk, EngineDeadError, SamplingParams, StepFailedError, StepPlan, StepResult, TokenStream
 from asyncsched.testing import SimulationError, check_invariants
@@ -39,6 +40,22 @@ async def test_a_step_that_raises_ends_its_requests(step: int, depth: int) -> No
         assert rig.released
         result = await rig.engine.generate(PROMPT, seed=0, max_tokens=20)
         assert result.token_ids == oracle(PROMPT, 0, 20)
+
+
+async def test_a_log_that_cannot_be_written_changes_nothing() -> None:
+    def broken(logger: Any, method: str, event: Any) -> Any:
+        raise BrokenPipeError("nobody reads this program's output")
+
+    before = structlog.get_config()
+    structlog.configure(processors=[broken], cache_logger_on_first_use=False)
+    try:
+        error = StepError("out of luck")
+        async with Rig(faults={2: error}) as rig:
+            await assert_step_failed(rig.engine.stream(PROMPT, seed=0, max_tokens=20), 2, error)
+            result = await rig.engine.generate(PROMPT, seed=0, max_tokens=20)
+            assert result.token_ids == oracle(PROMPT, 0, 20)
+    finally:
+        structlog.configure(**before)
 
 
 async def test_what_arrived_before_the_failure_can_be_read() -> None:
