@@ -1,7 +1,7 @@
 """What overlapping control and compute gains: how long the device waits, by the number of steps in flight.
 
 Usage: python -m benchmarks.overlap [--part steady blocked own_loop model] [--step-ms 2 5 10 20]
-[--rows 64 256 1024] [--depth 0 1 2 3] [--uvloop] [--json]
+[--rows 64 256 1024] [--depth 0 1 2 3] [--switch-ms 5] [--uvloop] [--json]
 
 All parts but the last run on a simulated device in threads, with one reader per row that takes every
 token as text: ``steady`` at several step times and row counts; ``blocked`` beside an application that
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -206,9 +207,12 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, nargs="+", default=[2.0, 5.0, 10.0, 20.0])
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--depth", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--switch-ms", type=float, help="sys.setswitchinterval, for the interpreter lock")
     parser.add_argument("--uvloop", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.switch_ms is not None:
+        sys.setswitchinterval(options.switch_ms / 1e3)
     loop = {"use_uvloop": options.uvloop}
     shares: dict[int, float] = {}
     for cell in cells(options):

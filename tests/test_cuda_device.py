@@ -31,12 +31,9 @@ class FakeCuda:
     def device_count(self) -> int:
         return self.devices
 
-    def is_available(self) -> bool:
-        return self.devices > 0
-
     def init(self) -> None:
-        if self.broken:
-            raise RuntimeError(self.broken)
+        if self.broken or not self.devices:
+            raise RuntimeError(self.broken or "No CUDA GPUs are available")
 
     def get_device_capability(self, index: int) -> tuple[int, int]:
         return self.capability
@@ -57,7 +54,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeCuda], None]:
 @pytest.mark.parametrize(
     ("cuda", "index", "text"),
     [
-        (FakeCuda(devices=0), 0, r"no GPU was found; torch .* needs a driver for CUDA 13.0 or later"),
+        (FakeCuda(devices=0), 0, r"No CUDA GPUs are available; torch .* needs a driver for CUDA 13.0 or later"),
         (FakeCuda(devices=2), 2, r"device='cuda:2': this machine has 2 GPUs, 0 … 1"),
         (FakeCuda(broken="driver too old (found version 11040)"), 0, r"driver too old .*; update the driver"),
         (FakeCuda(capability=(7, 5)), 0, r"Some GPU has compute capability 7.5; the kernels need 8.0"),

@@ -348,6 +348,15 @@ def test_a_pool_that_does_not_fit(folder: Path) -> None:
         load_on(FakeDevice(memory=1_200_000), options(folder, pages=1000))
 
 
+def test_memory_that_runs_out_while_loading(folder: Path) -> None:
+    class Full(FakeDevice):
+        def peak_memory(self, work: Callable[[], None]) -> int:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    with pytest.raises(NotEnoughMemoryError, match=r"ran out while .* Tried to allocate 2 GiB; lower pool_fraction"):
+        load_on(Full(), options(folder))
+
+
 def test_a_head_size_without_kernels(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="multiples of 8, not 12"):
         load_on(FakeDevice(), options(folder_of(tmp_path, head_dim=12)))

@@ -130,7 +130,7 @@ class CudaDevice:
             hosts = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
             for host, each in zip(hosts, tensors, strict=True):
                 host.copy_(each, non_blocking=True)
-            arrived = cuda.Event()
+            arrived = cuda.Event(blocking=True)  # the thread that waits for it sleeps
             arrived.record(self._copy)
         return _Arrival(hosts, list(tensors), arrived)
 
@@ -213,12 +213,10 @@ def check_cuda(index: int) -> None:
             f"device='cuda': torch {torch.__version__} is a build without CUDA; install one with, or use device='cpu'"
         )
     try:
+        cuda.init()  # raises if there is no driver, an old one, or no GPU
         count = cuda.device_count()
-        if not cuda.is_available() or not count:
-            raise RuntimeError("no GPU was found")
         if index >= count:
             raise ConfigError(f"device='cuda:{index}': this machine has {count} GPUs, 0 … {count - 1}")
-        cuda.init()  # an old driver shows here
         capability = cuda.get_device_capability(index)
     except RuntimeError as error:
         raise ConfigError(

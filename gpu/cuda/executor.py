@@ -27,6 +27,8 @@ from .reports import Reports
 from .row_state import RowState
 from .step import LaunchedStep, PromptLogprobs
 
+_CONTEXT = 16_384  # tokens of context per row that decode attention is divided for
+
 
 class CudaExecutor:
     """The ``Executor`` of the CUDA backend.
@@ -251,12 +253,15 @@ class CudaExecutor:
 
     def _advance(self, decoding: IntArray) -> None:
         """What sampling would have done: a step that failed moves its rows on all the same."""
+        if not decoding.size:
+            return
         ones = torch.ones(decoding.size, dtype=torch.int32, device=self._device.torch_device)
         self._state.length.index_add_(0, self._device.upload(decoding), ones)
 
     def _splits(self, rows: int) -> int:
-        limits = self._limits
-        return decode_splits(rows, self._kv_heads, limits.max_model_len, self._device.multiprocessors) if rows else 1
+        # Not by the longest context there may be: a launch of many short rows would pay for it.
+        context = min(self._limits.max_model_len, _CONTEXT)
+        return decode_splits(rows, self._kv_heads, context, self._device.multiprocessors) if rows else 1
 
     def _lose(self, error: BaseException) -> None:
         if self._threads is not None:

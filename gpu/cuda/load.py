@@ -14,7 +14,7 @@ from torch import Tensor
 from ...backend import Backend
 from ...config import EngineConfig
 from ...contract import ExecutorLimits
-from ...errors import ConfigError
+from ...errors import ConfigError, NotEnoughMemoryError
 
 if TYPE_CHECKING:
     from ..loading.checkpoint import Checkpoint
@@ -53,6 +53,17 @@ load.available = _cuda_available  # type: ignore[attr-defined]  # what ``device=
 
 def load_on(device: Device, config: EngineConfig) -> Backend:
     """Load a model onto a given device. See ``load``."""
+    try:
+        with device.computing():  # what is written to memory here is read on that stream
+            return _load_on(device, config)
+    except torch.OutOfMemoryError as error:
+        raise NotEnoughMemoryError(
+            f"the GPU's memory ran out while {config.model} was loaded: {error}; lower pool_fraction, max_rows or "
+            "token_budget, or free memory"
+        ) from error
+
+
+def _load_on(device: Device, config: EngineConfig) -> Backend:
     from ..loading import open_checkpoint
     from ..pool import page_bytes, pool_pages
     from .executor import CudaExecutor
