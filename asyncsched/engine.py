@@ -277,8 +277,11 @@ class Engine:
         """Record a timeline: ``async with engine.trace("out.json"): …`` writes it when the block ends.
 
         For https://ui.perfetto.dev: tracks for the control tasks, the compute thread, the device and every request.
+
+        Raises:
+            EngineError: on entering, if a recording is under way; ``OSError`` on leaving, if the file cannot be written.
         """
-        return Trace(self, path)
+        return Trace(self._running(), path)
 
     @property
     def limits(self) -> ExecutorLimits:

@@ -77,7 +77,7 @@ class Finisher:
             self._planner.top_up()
         state.notify()
         if state.recorder is not None:
-            state.recorder.step(state, record, result)
+            state.recorder.step(record.work, result, state.counts())
 
     def apply(self, record: InFlight, result: StepResult) -> None:
         """Append the tokens, end what has ended, wake who waits."""

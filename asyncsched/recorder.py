@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .contract import StepResult
-    from .state import ControlState, InFlight
+    from .cost import StepWork
 
 CAPACITY = 1_000_000
 """Spans, counts and events kept, each; beyond that the oldest are dropped."""
@@ -32,7 +32,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How full the engine was at a moment."""
+    """How full the engine was at a moment (``time.monotonic``)."""
 
     at: float
     running: int
@@ -53,17 +53,14 @@ class Recorder:
         """Within: this control task is at work."""
         return _Working(self.spans, task, name)
 
-    def step(self, state: ControlState, record: InFlight, result: StepResult) -> None:
-        """A step came back."""
-        work = record.work
+    def step(self, work: StepWork, result: StepResult, counts: Counts) -> None:
+        """A step came back, and left the engine this full."""
         parts = [f"{work.decode_rows} rows"] * bool(work.decode_rows) + [f"{work.prefill_tokens} prompt"] * bool(work.prefill)
         name = f"step {result.step}: {' + '.join(parts)}" + (", failed" if result.error is not None else "")
         self.spans.append(Span("device", name, result.launched_at, result.completed_at))
         if result.launching is not None:
             self.spans.append(Span("compute thread", f"step {result.step}", *result.launching))
-        used, cached = state.limits.pages - state.pool.free, state.tree.evictable
-        running = state.rows.in_use
-        self.counts.append(Counts(time.monotonic(), running, len(state.waiting), used - cached, cached, state.outstanding))
+        self.counts.append(counts)
 
 
 class _Working:

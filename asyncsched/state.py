@@ -6,6 +6,7 @@ finish) share this object and nothing else.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -23,7 +24,7 @@ from .events import Admitted, EventBus, Finished, Preempted
 from .pages import PagePool
 from .policy_host import PolicyHost
 from .radix import RadixTree
-from .recorder import IDLE, Recorder
+from .recorder import IDLE, Counts, Recorder
 from .request import FinishReason, Request, Submission
 from .rows import RowTable
 from .service import StepService, TenantIds
@@ -171,6 +172,12 @@ class ControlState:
     def working(self, task: str, name: str) -> AbstractContextManager[None]:
         """Within: a control task is at work, for the timeline."""
         return IDLE if self.recorder is None else self.recorder.working(task, name)
+
+    def counts(self) -> Counts:
+        """How full everything is, for the timeline."""
+        cached = self.tree.evictable
+        used = self.limits.pages - self.pool.free - cached
+        return Counts(time.monotonic(), self.rows.in_use, len(self.waiting), used, cached, self.outstanding)
 
     @property
     def outstanding(self) -> int:

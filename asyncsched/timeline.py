@@ -19,7 +19,8 @@ from .events import Admitted, Event, Finished, Preempted, Submitted
 from .recorder import CAPACITY, Recorder
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .own_loop import OwnLoopRun
+    from .run import Run
 
 _CONTROL, _REQUESTS = 1, 2
 _TASKS = ("admission", "planner", "eviction", "finish")
@@ -35,12 +36,12 @@ class Trace:
     ``baseTimeNanoseconds``, as in the traces of ``torch.profiler``; steps have the same names there.
 
     Args:
-        engine: Running.
+        run: Of the running engine.
         path: Written at the end, replaced if it exists.
     """
 
-    def __init__(self, engine: Engine, path: str | os.PathLike[str]) -> None:
-        self._engine = engine
+    def __init__(self, run: Run | OwnLoopRun, path: str | os.PathLike[str]) -> None:
+        self._run = run
         self._path = Path(path)
         self._recorder = Recorder()
 
@@ -50,13 +51,13 @@ class Trace:
         Raises:
             EngineError: another recording is under way.
         """
-        run = self._engine._running()
-        self._state = run.control.state
+        self._state = self._run.control.state
         if self._state.recorder is not None:
             raise EngineError("a timeline of this engine is being recorded already; wait until that ends")
-        self._events = run.listen(CAPACITY)
+        self._events = self._run.listen(CAPACITY)
         # Events are stamped by the loop's clock, which under a test may be no real one.
-        self._offset = time.monotonic() - (time.monotonic() if self._engine.config.own_loop else anyio.current_time())
+        own_loop = self._run.control is not self._run
+        self._offset = time.monotonic() - (time.monotonic() if own_loop else anyio.current_time())
         self._began, self._unix = time.monotonic(), time.time_ns()
         self._state.recorder = self._recorder
         return self
