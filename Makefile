@@ -12,7 +12,7 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 TYPED := build/typing/asyncsched tests scripts $(patsubst %/,%,$(sort $(dir $(wildcard examples/*.py benchmarks/*.py))))
 
-BENCHMARKS = $(filter-out compare fidelity effects soak summary,$(basename $(notdir $(shell grep -l '^if __name__' benchmarks/*.py))))
+BENCHMARKS = $(filter-out compare fidelity effects soak summary gpu_check,$(basename $(notdir $(shell grep -l '^if __name__' benchmarks/*.py))))
 
 .DEFAULT_GOAL := help
 .PHONY: help run test lint format types coverage bench peers soak docs wheel wheel-test clean

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from ..backend import Backend
 from ..config import EngineConfig
 from ..contract import ExecutorLimits
@@ -38,7 +40,13 @@ def _load(config: EngineConfig) -> Backend:
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
         )
-        warm_up = partial(warm_up_sampling, limits.vocab_size, model.dtype)
+        warm_up = partial(_warm_up_later, limits.vocab_size, model.dtype)
         executor = CpuExecutor(model, Sampler(limits.max_rows, limits.vocab_size), limits, meanwhile=warm_up)
         executor.warm_up()
         return Backend(executor, checkpoint.tokenizer, checkpoint.name)
+
+
+def _warm_up_later(vocab_size: int, dtype: torch.dtype) -> None:
+    """What greedy requests need not wait for. Compiling takes memory that running does not."""
+    warm_up_sampling(vocab_size, dtype)
+    release_freed_memory()
