@@ -96,7 +96,21 @@ def _patch_the_language_once_per_launch() -> None:
     interpreter.InterpretedFunction.__call__ = call
 
 
+def _count_by_arrays_of_one() -> None:
+    """Triton 3.6 makes whole numbers of arrays with one element, which numpy 2.4 refuses unless they have no dimension."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch
+
+
 if INTERPRETED:
+    _count_by_arrays_of_one()
     _multiply_bfloat16_as_float32()
     _round_to_nearest()
     _patch_the_language_once_per_launch()
