@@ -9,6 +9,7 @@ import torch
 from ..backend import Backend
 from ..config import EngineConfig
 from ..contract import ExecutorLimits
+from .compiling import compile_meanwhile
 from .cpu_executor import CpuExecutor
 from .loading import open_checkpoint
 from .loading.release import release_freed_memory
@@ -31,7 +32,12 @@ def load(config: EngineConfig) -> Backend:
 
 def _load(config: EngineConfig) -> Backend:
     with open_checkpoint(config) as checkpoint:
-        model = build_model(checkpoint, config.max_model_len, dummy=config.load_format == "dummy")
+        compiling = compile_meanwhile(checkpoint, config.page_size)
+        try:
+            model = build_model(checkpoint, config.max_model_len, dummy=config.load_format == "dummy")
+        finally:
+            if compiling is not None:
+                compiling.join()
         size = page_bytes(model.cache_shapes, config.page_size, model.dtype)
         limits = ExecutorLimits(
             max_rows=config.max_rows,
