@@ -27,6 +27,7 @@ from asyncsched.contract import (
 from asyncsched.errors import ConfigError, EngineClosedError, EngineDeadError, NotEnoughMemoryError, UnsupportedModelError
 from asyncsched.gpu.compute_thread import DeviceLostError
 from asyncsched.gpu.cuda.executor import CudaExecutor
+from asyncsched.gpu.cuda.launcher import Launcher
 from asyncsched.gpu.cuda.load import load, load_on
 from asyncsched.gpu.cuda.model_kernels import CudaKernels
 from asyncsched.gpu.models.decoder import Decoder
@@ -54,9 +55,12 @@ def model() -> Decoder:
     return Decoder(DecoderConfig.from_hf(weights.config), weights, LIMITS.max_model_len, CudaKernels())
 
 
-def executor_of(model: Any, device: FakeDevice | None = None, *, graphs: bool = True) -> CudaExecutor:
-    device = device or FakeDevice()
-    return CudaExecutor(model, LIMITS, device, pools_of(model), graphs=graphs)
+def launcher_of(model: Any, device: FakeDevice | None = None, *, graphs: bool = True) -> Launcher:
+    return Launcher(model, LIMITS, device or FakeDevice(), pools_of(model), graphs=graphs)
+
+
+def executor_of(model: Any, device: FakeDevice | None = None) -> CudaExecutor:
+    return CudaExecutor(launcher_of(model, device))
 
 
 def pools_of(model: Any) -> list[Any]:
@@ -168,20 +172,20 @@ def test_what_a_cut_off_model_cannot_do_is_said(model: Decoder) -> None:
 
 
 def test_a_row_keeps_its_token_on_the_device(model: Decoder) -> None:
-    executor = executor_of(model)
-    first = executor.launch(StepPlan(1, joins=(join(2, [0, 1]),), prefill=(chunk(2, [5, 6, 7]),)))
-    second = executor.launch(StepPlan(2, decode=True))  # launched before the first was read
-    third = executor.launch(StepPlan(3, decode=True))
+    launcher = launcher_of(model)
+    first = launcher.launch(StepPlan(1, joins=(join(2, [0, 1]),), prefill=(chunk(2, [5, 6, 7]),)))
+    second = launcher.launch(StepPlan(2, decode=True))  # launched before the first was read
+    third = launcher.launch(StepPlan(3, decode=True))
     results = [step.finish() for step in (first, second, third)]
     assert [result.rows.tolist() for result in results] == [[2]] * 3
     tokens = [int(result.tokens[0]) for result in results]
-    whole = executor_of(model, graphs=False)
+    whole = launcher_of(model, graphs=False)
     again = whole.launch(StepPlan(1, joins=(join(0, [0, 1]),), prefill=(chunk(0, [5, 6, 7, *tokens[:2]]),))).finish()
     assert int(again.tokens[0]) == tokens[2]
 
 
 def test_pages_leaves_and_rows_that_join_beside_others(model: Decoder) -> None:
-    executor = executor_of(model)
+    launcher = launcher_of(model)
     plans = [
         StepPlan(1, joins=(join(0, [0]),), prefill=(chunk(0, [5, 6, 7, 8, 9, 10]),)),
         StepPlan(2, joins=(join(3, [2]),), prefill=(chunk(3, [9, 8]),), decode=True),
@@ -190,10 +194,10 @@ def test_pages_leaves_and_rows_that_join_beside_others(model: Decoder) -> None:
         StepPlan(5, leaves=(3,), decode=True),
         StepPlan(6, leaves=(0,)),
     ]
-    results = [step.finish() for step in [executor.launch(plan) for plan in plans]]
+    results = [step.finish() for step in [launcher.launch(plan) for plan in plans]]
     assert [result.rows.tolist() for result in results] == [[0], [0, 3], [0, 3], [0, 3], [0], []]
     tokens = [int(result.tokens[0]) for result in results[:5]]
-    whole = executor_of(model, graphs=False)
+    whole = launcher_of(model, graphs=False)
     prompt = [5, 6, 7, 8, 9, 10, *tokens[:4]]
     again = whole.launch(StepPlan(1, joins=(join(1, [3, 4]),), prefill=(chunk(1, prompt),))).finish()
     assert int(again.tokens[0]) == tokens[4]
@@ -201,27 +205,27 @@ def test_pages_leaves_and_rows_that_join_beside_others(model: Decoder) -> None:
 
 
 def test_a_chunk_that_samples_nothing(model: Decoder) -> None:
-    executor = executor_of(model)
+    launcher = launcher_of(model)
     plan = StepPlan(1, joins=(join(0, [0, 1]),), prefill=(chunk(0, [5, 6, 7], sample=False),))
-    result = executor.launch(plan).finish()
+    result = launcher.launch(plan).finish()
     assert result.rows.size == result.tokens.size == 0
-    result = executor.launch(StepPlan(2, prefill=(chunk(0, [8, 9], 3),))).finish()
-    whole = executor_of(model).launch(StepPlan(1, joins=(join(0, [0]),), prefill=(chunk(0, [5, 6, 7, 8, 9]),)))
+    result = launcher.launch(StepPlan(2, prefill=(chunk(0, [8, 9], 3),))).finish()
+    whole = launcher_of(model).launch(StepPlan(1, joins=(join(0, [0]),), prefill=(chunk(0, [5, 6, 7, 8, 9]),)))
     assert result.tokens.tolist() == whole.finish().tokens.tolist()
 
 
 def test_a_graph_is_captured_when_it_is_first_needed(model: Decoder) -> None:
     device = FakeDevice()
-    executor = executor_of(model, device)
-    executor.launch(StepPlan(1, joins=(join(0, [0]),), prefill=(chunk(0, [5]),))).finish()
+    launcher = launcher_of(model, device)
+    launcher.launch(StepPlan(1, joins=(join(0, [0]),), prefill=(chunk(0, [5]),))).finish()
     assert (device.captured, device.replayed) == (0, 0)
     for step in (2, 3):
-        executor.launch(StepPlan(step, decode=True)).finish()
+        launcher.launch(StepPlan(step, decode=True)).finish()
     assert (device.captured, device.replayed) == (1, 2)
 
 
 def test_a_row_whose_logits_are_broken_fails_alone(model: Decoder) -> None:
-    executor = executor_of(model)
+    launcher = launcher_of(model)
     forward = model.forward
 
     def broken(*args: Any) -> torch.Tensor:
@@ -229,9 +233,9 @@ def test_a_row_whose_logits_are_broken_fails_alone(model: Decoder) -> None:
         logits[0] = torch.nan
         return logits
 
-    executor._model = type("Broken", (), {"forward": staticmethod(broken), "graphable": False})()
+    launcher._model = type("Broken", (), {"forward": staticmethod(broken), "graphable": False})()
     joins = (join(0, [0]), join(1, [1]))
-    result = executor.launch(StepPlan(1, joins=joins, prefill=(chunk(0, [5]), chunk(1, [6])))).finish()
+    result = launcher.launch(StepPlan(1, joins=joins, prefill=(chunk(0, [5]), chunk(1, [6])))).finish()
     assert result.failed is not None
     assert list(result.failed) == [0]
     assert "NaN" in result.failed[0]
@@ -240,16 +244,21 @@ def test_a_row_whose_logits_are_broken_fails_alone(model: Decoder) -> None:
 # -- failures -----------------------------------------------------------------------------------
 
 
-def test_a_failed_step_moves_its_rows_on(model: Decoder) -> None:
-    executor = executor_of(model, graphs=False)
-    executor.launch(StepPlan(1, joins=(join(0, [0]),), prefill=(chunk(0, [5, 6]),))).finish()
-    executor._model = None
-    with pytest.raises(AssertionError):
-        executor.launch(StepPlan(2, decode=True))
-    assert executor._state.length.tolist()[0] == 3
-    executor._model = model
-    assert executor.launch(StepPlan(3, decode=True)).finish().rows.tolist() == [0]
-    assert executor._state.length.tolist()[0] == 4
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_a_failed_step_moves_its_rows_on(model: Decoder, monkeypatch: pytest.MonkeyPatch, graphs: bool) -> None:
+    launcher = launcher_of(model, graphs=graphs)
+    launcher.launch(StepPlan(1, joins=(join(0, [0]),), prefill=(chunk(0, [5, 6]),))).finish()
+
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            launcher.launch(StepPlan(2, decode=True))
+    assert launcher._state.length.tolist()[0] == 3
+    assert launcher.launch(StepPlan(3, decode=True)).finish().rows.tolist() == [0]
+    assert launcher._state.length.tolist()[0] == 4
 
 
 def collect(executor: CudaExecutor) -> SimpleQueue[StepResult]:
@@ -304,7 +313,7 @@ def test_closing(model: Decoder) -> None:
     with pytest.raises(EngineClosedError, match="not running"):
         executor.submit(StepPlan(1))
     results = collect(executor)
-    with pytest.raises(EngineClosedError, match="started or closed before"):
+    with pytest.raises(EngineClosedError, match="started before"):
         executor.start(results.put)
     for step in range(1, 4):
         executor.submit(StepPlan(step))
@@ -377,6 +386,6 @@ def test_the_pool_takes_what_is_left(folder: Path) -> None:
 
 
 def test_a_plan_without_work_is_answered(model: Decoder) -> None:
-    result = executor_of(model).launch(StepPlan(1, decode=True)).finish()
+    result = launcher_of(model).launch(StepPlan(1, decode=True)).finish()
     assert (result.rows.size, result.tokens.size, result.failed) == (0, 0, None)
     assert EMPTY_INTS.size == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -142,8 +142,11 @@ class CudaDevice:
             graph.capture_begin(self._graphs, capture_error_mode="thread_local")
             try:
                 launch()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # a capture that failed cannot be ended properly
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         replay: Callable[[], None] = graph.replay
         return replay
 

@@ -19,6 +19,11 @@ from .row_state import RowState
 _ALIGNMENT = 4  # words: Triton compiles anew for pointers that are not multiples of 16 bytes
 
 
+def aligned(words: int) -> int:
+    """So many 32-bit words or a few more, that what lies behind them is aligned as kernels have seen it before."""
+    return -(-words // _ALIGNMENT) * _ALIGNMENT
+
+
 @dataclass(frozen=True, slots=True)
 class Chunks:
     """The prompt chunks of a step, packed one behind the other.
@@ -106,7 +111,7 @@ class StepInputs:
         tokens = np.concatenate([np.empty(0, np.int32), *(chunk.tokens for chunk in chunks)])
         token_rows = np.repeat(rows, sizes)
         fields: tuple[NDArray[Any], ...] = (decoding, rows, starts, sums, token_rows, positions, tokens, wanted, sampled)
-        lengths = [-(-field.size // _ALIGNMENT) * _ALIGNMENT for field in fields]
+        lengths = [aligned(field.size) for field in fields]
         begins = np.cumsum([0, *lengths])
         words: IntArray = np.zeros(int(begins[-1]), np.int32)
         for begin, field in zip(begins[:-1], fields, strict=True):

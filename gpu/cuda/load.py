@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..loading.checkpoint import Checkpoint
     from ..models.base import CausalModel, KVPool
     from .device import Device
+    from .launcher import Launcher
 
 _SHARE = 0.9
 """Of the memory that is free behind a warm-up: the rest is for fragmentation and for graphs captured later."""
@@ -67,6 +68,7 @@ def _load_on(device: Device, config: EngineConfig) -> Backend:
     from ..loading import open_checkpoint
     from ..pool import page_bytes, pool_pages
     from .executor import CudaExecutor
+    from .launcher import Launcher
     from .support import check_model, release_device_memory
 
     with open_checkpoint(config, float16=True) as checkpoint:
@@ -79,17 +81,17 @@ def _load_on(device: Device, config: EngineConfig) -> Backend:
             return ExecutorLimits(config.max_rows, pages, config.page_size, model.max_model_len, model.vocab_size)
 
         def try_out() -> None:
-            executor = CudaExecutor(model, limits(1), device, _pools(model, 1, config.page_size, device), graphs=False)
-            executor.warm_up(config.token_budget)
-            executor.close()
+            Launcher(model, limits(1), device, _pools(model, 1, config.page_size, device), graphs=False).warm_up(
+                config.token_budget
+            )
 
         needed = device.peak_memory(try_out)
         release_device_memory()
         pages = pool_pages(config, model.max_model_len, size, max(device.free_memory() - needed, 0), _SHARE)
         pools = _pools(model, pages, config.page_size, device)
-        executor = CudaExecutor(model, limits(pages), device, pools, graphs=config.cuda_graphs)
-        _capture(executor)
-        return Backend(executor, checkpoint.tokenizer, checkpoint.name)
+        launcher = Launcher(model, limits(pages), device, pools, graphs=config.cuda_graphs)
+        _capture(launcher)
+        return Backend(CudaExecutor(launcher), checkpoint.tokenizer, checkpoint.name)
 
 
 def _build(checkpoint: Checkpoint, config: EngineConfig) -> CausalModel:
@@ -110,11 +112,11 @@ def _pools(model: CausalModel, pages: int, page_size: int, device: Device) -> li
     return [(zeros(*shape), zeros(*shape)) for shape in shapes]
 
 
-def _capture(executor: Any) -> None:
-    sizes = executor.graph_sizes
+def _capture(launcher: Launcher) -> None:
+    sizes = launcher.graph_sizes
     if sizes:
         with _bar("CUDA graphs", len(sizes)) as bar:
-            executor.capture(lambda rows: bar.update())
+            launcher.capture(lambda rows: bar.update())
 
 
 def _bar(title: str, total: int | None, **options: Any) -> Any:
