@@ -68,7 +68,7 @@ def _compile(config: DecoderConfig, weights: StandInWeights, page_size: int) -> 
 def stand_in(config: DecoderConfig, weights: StandInWeights, page_size: int) -> CpuExecutor:
     """An executor of one layer, one key head and few tokens, otherwise as ``config`` says."""
     group = config.heads // config.kv_heads
-    sizes = {"vocab_size": _VOCAB, "hidden": 32, "intermediate": 32, "heads": group, "kv_heads": 1}
+    sizes = {"vocab_size": _VOCAB, "hidden": 64, "intermediate": 64, "heads": group, "kv_heads": 1}
     tiny = replace(config, **sizes, windows=config.windows[:1], max_length=_LENGTH)  # type: ignore[arg-type]
     limits = ExecutorLimits(1, 1, page_size, _LENGTH, _VOCAB)
     return CpuExecutor(Decoder(tiny, weights, _LENGTH), Sampler(1, _VOCAB), limits)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from functools import cache
+from threading import Lock
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .kernels.matvec import can_multiply_row, multiply_row
+from .pool import available_memory
+
 # One bf16 ulp is 2**-8; two orders of summation of the same product differ by a few of them.
 _RELATIVE_TOLERANCE = 0.03
+
+# Of the memory available to the process, for plain copies beside blocked weights.
+_PLAIN_SHARE = 1 / 8
 
 
 class Linear:
@@ -20,30 +28,65 @@ class Linear:
     call, which costs more than the product itself when ``n`` is small. The first product is compared
     with the plain one, and the plain form is kept if they disagree.
 
+    A single row is multiplied with the plain bfloat16 weights (:func:`~.kernels.matvec.multiply_row`), which are kept
+    beside the blocked ones for that as long as all such copies in the process take at most an eighth of the memory that
+    was available when the first matrix was laid out.
+
+    Args:
+        weight: Constant from now on.
+        bias: Likewise.
+        shared: The caller keeps ``weight`` anyway, so a plain copy costs nothing.
+
     Attributes:
         inputs: Size of the last dimension of ``x``.
         outputs: Size of the last dimension of ``y``.
         packed: True if the blocked layout is in use.
+        row_weight: The plain weights that a single row is multiplied with, if it is not done like several.
     """
 
-    __slots__ = ("_bias", "_weight", "inputs", "outputs", "packed")
+    __slots__ = ("__weakref__", "_bias", "_weight", "inputs", "outputs", "packed", "row_weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, shared: bool = False) -> None:
         self.outputs, self.inputs = weight.shape
         self._bias = bias
         self._weight = weight
         self.packed = False
+        self.row_weight: Tensor | None = None
         if weight.dtype is torch.bfloat16 and weight.device.type == "cpu" and _can_pack():
             packed = _pack(weight, bias)
             if packed is not None:
                 self._weight = packed
                 self.packed = True
+        if can_multiply_row(weight) and (shared or not self.packed or _take_share(self, weight.nbytes)):
+            self.row_weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply ``x [n, inputs]``; returns ``[n, outputs]`` in the same dtype. Compute thread only."""
+        if self.row_weight is not None and len(x) == 1:
+            return multiply_row(x, self.row_weight, self._bias)
         if self.packed:
             return _multiply(x, self._weight, self._bias)
         return functional.linear(x, self._weight, self._bias)
+
+
+_copies: WeakSet[Linear] = WeakSet()
+_copies_lock = Lock()
+
+
+@cache
+def _copies_limit() -> int:
+    """Bytes that plain copies may take; read once, because asking costs as much as packing a small matrix."""
+    return int(_PLAIN_SHARE * available_memory())
+
+
+def _take_share(linear: Linear, size: int) -> bool:
+    """Whether ``linear`` may keep ``size`` bytes more; they count until it is dropped."""
+    with _copies_lock:
+        taken = sum(copy.inputs * copy.outputs * torch.bfloat16.itemsize for copy in _copies)
+        if taken + size > _copies_limit():
+            return False
+        _copies.add(linear)
+        return True
 
 
 @cache

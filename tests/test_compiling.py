@@ -53,7 +53,7 @@ def folder_of(path: Path, kind: str, **options: Any) -> Path:
     [
         ("llama", {}, "bfloat16"),
         ("llama", {"head_dim": 32, "num_key_value_heads": 6}, "float32"),
-        ("qwen3", {}, "bfloat16"),
+        ("qwen3", {"hidden_size": 64, "intermediate_size": 128}, "bfloat16"),
         ("mistral", {"sliding_window": 8}, "bfloat16"),
     ],
 )

@@ -56,7 +56,7 @@ class Decoder:
         self._layers = [_load_layer(config, weights, index) for index in range(len(config.windows))]
         self._final_norm = weights.tensor("model.norm.weight", (config.hidden,))
         head = self._embedding if config.tied else weights.tensor("lm_head.weight", (config.vocab_size, config.hidden))
-        self._head = Linear(head)
+        self._head = Linear(head, shared=config.tied)
         self._max_model_len = min(max_model_len or config.max_length, config.max_length)
         self._cos_sin = config.rope.table(config.head_dim, self._max_model_len).to(self._embedding.device)
 
