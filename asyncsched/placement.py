@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -38,12 +39,12 @@ class Placement:
 
     def cached_tokens(self, request: Request) -> int:
         """Tokens of the request's fill that are in the cache now."""
-        reusable = self._reusable(request)
+        reusable = request.reusable(self._state.limits.page_size)
         return self._state.tree.peek(request.namespace, reusable) if reusable else 0
 
     def cached_path(self, request: Request) -> list[Node]:
         """The nodes of the tree that the request's fill would hit now, from the root on."""
-        reusable = self._reusable(request)
+        reusable = request.reusable(self._state.limits.page_size)
         return self._state.tree.path(request.namespace, reusable) if reusable else []
 
     def admit(self, request: Request, step: int) -> RowJoin | None:
@@ -95,7 +96,7 @@ class Placement:
             most, total = total, min(total, -(-(len(request.fill) + 1) // size))
             if self._grows:
                 spare = min(self._growth(request.max_new - len(request.output)), most - total) + self._running_growth()
-        reusable = self._reusable(request)
+        reusable = request.reusable(size)
         return total, spare, reusable, self._state.tree.peek(request.namespace, reusable) if reusable else 0
 
     def make_way(self, request: Request) -> None:
@@ -160,6 +161,7 @@ class Placement:
             assert request is not None
             request.pages = np.append(request.pages, np.int32(page))
             request.donated = np.append(request.donated, False)
+            request.own_pages += 1
         rows.capacity[short] += state.limits.page_size
         return PageAppends(short, indices.astype(np.int32), taken)
 
@@ -189,13 +191,6 @@ class Placement:
         state.counters.evicted_pages += freed
         return freed
 
-    def _reusable(self, request: Request) -> bytes:
-        """The part of the fill that may come from the cache: whole pages, and never the last token."""
-        if not request.shareable or request.prompt_logprobs is not None:
-            return b""
-        size = self._state.limits.page_size
-        return request.fill[: (len(request.fill) - 1) // size * size].tobytes()
-
     def _growth(self, tokens: int) -> int:
         """Pages expected to be needed for up to ``tokens`` more output tokens."""
         return int(self.estimate.share * tokens) // self._state.limits.page_size
@@ -214,12 +209,19 @@ class Placement:
         running = state.running()
         generated = sum(request.received for request in running)
         self.estimate.shortage(generated, sum(request.max_new for request in running))
-        chosen = list(state.policies.victims(running, needed, self.view))
-        spared = [request for request in chosen if request.preemptions >= self._protect_after]
-        order = [request for request in chosen if request.preemptions < self._protect_after] + spared
-        for request in order[: len(running) - 1]:
-            if self._obtainable(needed):
-                return
+        for request in islice(self._victims(running, needed), len(running) - 1):
             state.preempt(request)
             needed_rows = state.rows.decode_rows()
             needed = int(np.count_nonzero(state.rows.length[needed_rows] >= state.rows.capacity[needed_rows]))
+            if self._obtainable(needed):
+                return
+
+    def _victims(self, running: list[Request], needed: int) -> Iterator[Request]:
+        """The running requests in the policy's order, pulled lazily; those that are protected last."""
+        spared = []
+        for request in self._state.policies.victims(running, needed, self.view):
+            if request.preemptions < self._protect_after:
+                yield request
+            else:
+                spared.append(request)
+        yield from spared

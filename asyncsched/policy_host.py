@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .prefix import Node
     from .request import Request
 
+_END = object()
+
 
 class PolicyHost:
     """The policies of an engine behind one guard. Loop thread only.
@@ -68,7 +70,7 @@ class PolicyHost:
         seen: set[int] = set()
         if not self.guard.rests("order"):
             try:
-                for chosen in self._pull([request.view for request in requests], view):
+                for chosen in self._pull("order", self._order, [request.view for request in requests], view):
                     request = _find(chosen, waiting)
                     if request is None:
                         if any(chosen is known.view for known in requests) and chosen.number not in seen:
@@ -85,25 +87,24 @@ class PolicyHost:
             if request.number not in seen and request.number in waiting:
                 yield request
 
-    def _pull(self, views: list[Any], view: EngineView) -> Iterator[Any]:
-        """The policy's answer, item by item; over its time allowance counts once per step."""
+    def _pull(self, hook: str, ask: Callable[..., Iterable[Any]], *args: Any) -> Iterator[Any]:
+        """The policy's answer to one question, item by item; over its time allowance counts once."""
         answer, spent, slow = None, 0.0, False
         try:
             while True:
                 started = time.perf_counter()
-                try:
-                    if answer is None:
-                        answer = iter(self._order(views, view))
-                    chosen = next(answer)
-                except StopIteration:
-                    return
+                if answer is None:
+                    answer = iter(ask(*args))
+                chosen = next(answer, _END)
                 spent += time.perf_counter() - started
                 if spent > self.guard.allowance and not slow:
-                    slow = not self.guard.took("order", spent)
+                    slow = not self.guard.took(hook, spent)
+                if chosen is _END:
+                    return
                 yield chosen
         finally:
             if not slow:  # only now is it known to have been quick
-                self.guard.took("order", min(spent, self.guard.allowance))
+                self.guard.took(hook, min(spent, self.guard.allowance))
 
     def budget(self, view: EngineView, tokens: int, chunk: int, decode: int) -> PrefillBudget:
         """How much prefill this step may do: ``chunk`` of one request, and in all ``tokens`` less the ``decode`` rows."""
@@ -120,40 +121,33 @@ class PolicyHost:
         most = whole.tokens if answer.decode else tokens
         return PrefillBudget(min(answer.tokens, most), min(answer.chunk, chunk), bool(answer.decode))
 
-    def victims(self, running: list[Request], needed: int, view: EngineView | None) -> list[Request]:
-        """Who gives up its row when ``needed`` pages are missing, first victim first; every running request once.
+    def victims(self, running: list[Request], needed: int, view: EngineView | None) -> Iterator[Request]:
+        """Who gives up its row when ``needed`` pages are missing, pulled lazily; every running request once.
 
-        The policy's choices come first; those it leaves out follow, latest admitted first.
+        The policy's choices come first; those it leaves out follow, latest admitted first, as do all
+        that are left after a fault.
         """
-        chosen: list[Request] = []
+        left = {request.number: request for request in running}
         if self._victims is not None and not self.guard.rests("victims"):
-            faces = [request.view for request in running]
-            self._choose("victims", chosen, running, lambda: self._victims(faces, needed, view))
-        taken = {request.number for request in chosen}
-        return chosen + [request for request in reversed(running) if request.number not in taken]
+            yield from self._chosen("victims", self._victims, left, [request.view for request in running], needed, view)
+        yield from reversed(left.values())
 
     def preempt_for(self, waiting: Request, running: list[Request], view: EngineView | None) -> list[Request]:
         """Who may lose its row so that ``waiting`` fits, first victim first; nobody else may."""
-        chosen: list[Request] = []
-        if self._preempt_for is not None and not self.guard.rests("preempt_for"):
-            faces = [request.view for request in running]
-            self._choose("preempt_for", chosen, running, lambda: self._preempt_for(waiting.view, faces, view))
-        return chosen
+        if self._preempt_for is None or self.guard.rests("preempt_for"):
+            return []
+        left, faces = {request.number: request for request in running}, [request.view for request in running]
+        return list(self._chosen("preempt_for", self._preempt_for, left, waiting.view, faces, view))
 
-    def _choose(self, hook: str, chosen: list[Request], running: list[Request], ask: Callable[[], Iterable[Any]]) -> None:
-        """Append the policy's choice among ``running`` to ``chosen``, up to its first mistake."""
-        left = {request.number: request for request in running}
-
-        def check() -> None:
-            for answer in ask():
+    def _chosen(self, hook: str, ask: Callable[..., Iterable[Any]], left: dict[int, Request], *args: Any) -> Iterator[Request]:
+        """The policy's choice among ``left``, which it is taken out of, up to its first mistake."""
+        try:
+            for answer in self._pull(hook, ask, *args):
                 request = _find(answer, left)
                 if request is None:
                     raise InvalidDecisionError(f"{hook}() answered {answer!r}, which is not one of the running requests")
                 del left[request.number]
-                chosen.append(request)
-
-        try:
-            self.guard.timed(hook, check)
+                yield request
         except Exception as exc:
             self.guard.fault(hook, exc)
 

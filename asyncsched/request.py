@@ -146,6 +146,7 @@ class Request:
             a preemption the output so far.
         row: Row it holds, or ``None`` while it waits; ``lease`` is the number of this hold (0: none).
         pages: Its block table, int32; ``donated`` marks the entries that belong to the radix tree.
+        own_pages: How many of its pages only it holds: those that are not marked.
         node: Locked end of its prefix in the radix tree.
         inserted: Leading pages of ``fill`` that are in the tree below ``node``.
         computed: Tokens of ``fill`` computed or planned.
@@ -157,11 +158,11 @@ class Request:
     """
 
     __slots__ = (
-        "admitted_at", "announced", "assembler", "cached", "computed", "donated", "error", "fed", "fill", "finish_reason",
-        "finished_at", "first_token_at", "hints", "index", "inserted", "lease", "logprobs", "max_new", "namespace",
-        "node", "number", "output", "page_since", "pages", "preemptions", "prompt", "prompt_logprobs", "resumed_at", "row",
-        "rows", "seed", "shareable", "stop_ids", "stop_reason", "submission", "text_closed", "unread_text", "view",
-        "waiting_since_step",
+        "_fill_bytes", "admitted_at", "announced", "assembler", "cached", "computed", "donated", "error", "fed", "fill",
+        "finish_reason", "finished_at", "first_token_at", "hints", "index", "inserted", "lease", "logprobs", "max_new",
+        "namespace", "node", "number", "output", "own_pages", "page_since", "pages", "preemptions", "prompt", "prompt_logprobs",
+        "resumed_at", "row", "rows", "seed", "shareable", "stop_ids", "stop_reason", "submission", "text_closed",
+        "unread_text", "view", "waiting_since_step",
     )  # fmt: skip
 
     def __init__(
@@ -173,6 +174,7 @@ class Request:
         self.index = index
         self.prompt = prompt
         self.fill = prompt
+        self._fill_bytes: tuple[IntArray, bytes] = EMPTY_INTS, b""
         self.max_new = max_new
         self.seed = seed
         self.stop_ids = stop_ids
@@ -187,6 +189,7 @@ class Request:
         self.rows: RowTable | None = None
         self.pages = EMPTY_INTS
         self.donated: NDArray[np.bool_] = np.empty(0, np.bool_)
+        self.own_pages = 0
         self.node: Node | None = None
         self.inserted = 0
         self.page_since = 0
@@ -225,10 +228,16 @@ class Request:
         """True once it has a finish reason."""
         return self.finish_reason is not None
 
-    @property
-    def own_pages(self) -> int:
-        """Pages that only it holds."""
-        return int(len(self.pages) - np.count_nonzero(self.donated[: len(self.pages)]))
+    def reusable(self, page_size: int) -> bytes:
+        """The part of the fill that may come from the cache, as int32 bytes: whole pages, and never the last token."""
+        if not self.shareable or self.prompt_logprobs is not None:
+            return b""
+        fill, found = self._fill_bytes
+        if fill is not self.fill:  # it is looked up again and again while the request waits, and seldom changes
+            fill = self.fill
+            found = fill[: (len(fill) - 1) // page_size * page_size].tobytes()
+            self._fill_bytes = fill, found
+        return found
 
     def use(self, now: float) -> Use:
         """Its mark on the prefixes it uses."""

@@ -238,6 +238,7 @@ class ControlState:
         request.pages = pages
         request.donated = np.zeros(len(pages), np.bool_)
         request.donated[:donated] = True
+        request.own_pages = len(pages) - donated
         self.by_row[row] = request
         self._leave_waiting(request)
         self.prefilling[request.number] = request
@@ -351,6 +352,7 @@ class ControlState:
             request.node = None
         self.pool.release(request.pages[~request.donated], fence)
         request.pages = EMPTY_INTS
+        request.own_pages = 0
         self.tenants.give_back(int(self.rows.tenant[row]))
         self.rows.release(row, fence)
         self.by_row[row] = None
@@ -390,4 +392,5 @@ class ControlState:
         request.inserted = full
         for start, end in taken:
             request.donated[first + start : first + end] = True
+            request.own_pages -= end - start
         return True

@@ -97,7 +97,8 @@ ORDERS: Sets = {
     "fcfs": {"policy": "fcfs"},
     "lpm": {"policy": "lpm"},
     "lpm, no ageing": {"policy": {"name": "lpm", "age_steps": PATIENT}},
-    "dlpm, no ageing": {"policy": {"name": "dlpm", "age_steps": PATIENT}},
+    "dlpm": {"policy": "dlpm"},
+    "dfs-weight": {"policy": "dfs-weight"},
 }
 HITS = ("cached %", "TTFT s", "E2E s", "max wait s", "output/s")
 
@@ -107,9 +108,9 @@ def _cached_more(one: str, other: str, factor: float = 1.2) -> Callable[[Runs], 
 
 
 CACHE_AWARE = (
-    Promise("lpm finds at least a fifth more of its prompts in the cache than fcfs", _cached_more("lpm, no ageing", "fcfs")),
-    Promise("so does dlpm", _cached_more("dlpm, no ageing", "fcfs")),
-    Promise("so does lpm with its default ageing", _cached_more("lpm", "fcfs")),
+    Promise("lpm finds at least a fifth more of its prompts in the cache than fcfs", _cached_more("lpm", "fcfs")),
+    Promise("so does dlpm", _cached_more("dlpm", "fcfs")),
+    Promise("so does dfs-weight", _cached_more("dfs-weight", "fcfs")),
 )
 
 # (b) fairness

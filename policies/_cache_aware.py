@@ -9,16 +9,17 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 from ..policy import EngineView, RequestView, StepReport
-from ._ageing import Ageing
+from ._patience import Patience
 from ._prefixes import Deferral, Turns
+from ._roster import Roster
 
 
 @dataclass(eq=False)
 class CacheAware(ABC):
-    """Aged requests by arrival, then the others in an order that depends on what is cached.
+    """An order that depends on what is cached; of those that have waited long, every fourth admission.
 
     Args:
-        age_steps: Steps after which a waiting request goes first.
+        age_steps: Steps after which a waiting request counts as starved.
         refresh_steps: Steps for which a look-up in the cache stays good.
         lookups: Most look-ups in one step.
         defer_tokens: Shared tokens for which a request waits while another computes them, or ``None``.
@@ -35,7 +36,8 @@ class CacheAware(ABC):
             raise ConfigError(f"{self.name}: age_steps, refresh_steps and lookups must be at least 1")
         if self.defer_tokens is not None and self.defer_tokens < 1:
             raise ConfigError(f"{self.name}: defer_tokens must be at least 1; None turns deferral off")
-        self._ageing = Ageing(self.age_steps)
+        self._patience = Patience(self.age_steps)
+        self._roster = Roster()
         self._turns = Turns(self.lookups, self.refresh_steps)
         self._deferral = Deferral(self.defer_tokens, self.lookups)
 
@@ -48,25 +50,29 @@ class CacheAware(ABC):
         """Drop the answer about a request, if there is one."""
 
     @abstractmethod
-    def _sorted(self, young: Sequence[RequestView], held: AbstractSet[int]) -> Iterator[RequestView]:
-        """The requests that have not aged in their order, without those whose number is in ``held``."""
+    def _sorted(self, waiting: Sequence[RequestView], wanted: AbstractSet[int]) -> Iterator[RequestView]:
+        """Those of the waiting requests whose number is in ``wanted``, in their order; perhaps some that do not wait."""
 
     def order(self, waiting: Sequence[RequestView], view: EngineView) -> Iterator[RequestView]:
-        """Aged requests by arrival, then the others."""
-        for request in self._turns.next(waiting, view.step):
-            self._ageing.meet(request)  # it may have come before this policy did
+        """By what is cached, and one that has waited long where its turn is, held back or not."""
+        gone = self._roster.left(waiting)
+        self._patience.admitted(gone)
+        for number in gone:
+            self._drop(number)
+            self._turns.forget(number)
+        for request in self._turns.next(self._roster.newcomers(waiting), view.step):
             self._look_up(request, view)
         held = self._deferral.held()
-        aged = self._ageing.count(waiting, view.step)
-        yield from self._deferral.sift(waiting[:aged], view, hold=False)
-        yield from self._deferral.sift(self._sorted(waiting[aged:], held), view)
+        ranked = self._sorted(waiting, self._roster.numbers - held if held else self._roster.numbers)
+        mixed = self._patience.order(self._deferral.sift(ranked, view), waiting, view)
+        return self._deferral.watch(self._roster.serve(mixed, waiting))
 
     def on_submit(self, request: RequestView) -> None:
-        """Its time begins."""
-        self._ageing.meet(request)
+        """It begins to wait."""
+        self._roster.add(request)
 
     def on_step(self, report: StepReport) -> None:
-        """Drop the answers about requests that wait no longer: theirs are the prompts that are computed."""
+        """Drop the answers about requests that wait no longer, however they got their row."""
         for number in report.prefill:
             self._drop(number)
             self._turns.forget(number)
@@ -74,6 +80,6 @@ class CacheAware(ABC):
     def on_finish(self, request: RequestView) -> None:
         """Forget the request."""
         self._drop(request.number)
-        self._ageing.forget(request)
         self._turns.forget(request.number)
         self._deferral.forget(request)
+        self._roster.forget(request)

@@ -10,8 +10,10 @@ from math import inf
 from ..cost import StepWork
 from ..errors import ConfigError
 from ..policy import EngineView, RequestView
+from ._keyed import Ranking
 from ._output_length import expected_output
 from ._patience import Patience
+from ._roster import Roster
 from ._rota import Rota
 
 LOOKUPS = 8
@@ -63,14 +65,16 @@ class DueTimes:
         self._output = inf  # mean output tokens
         self._finished = 0
 
-    def look(self, waiting: Sequence[RequestView], view: EngineView) -> None:
-        """See to it that the times of every waiting request are known, and those of some are fresh."""
+    def look(self, waiting: Sequence[RequestView], newcomers: Sequence[RequestView], view: EngineView) -> list[RequestView]:
+        """See to it that the times of every waiting request are known, and those of some are fresh; returns whose changed."""
         pace, due = Pace.of(view), self.due
-        for request in [one for one in waiting if one.number not in due]:
+        new = [request for request in newcomers if request.number not in due]
+        for request in new:
             self._set(request, pace, 0)  # its cached prefix counts from its first turn on: many may have come at once
-        for request in self._rota.next(waiting):
-            if due[request.number] < inf:
-                self._set(request, pace, view.cached_prefix(request))
+        again = [request for request in self._rota.next(waiting) if due.get(request.number, inf) < inf]
+        for request in again:
+            self._set(request, pace, view.cached_prefix(request))
+        return new + again
 
     def forget(self, number: int) -> None:
         """It runs, or has ended. Should it come back, its first token is behind it, and more is to be computed."""
@@ -119,19 +123,45 @@ class DueOrder(ABC):
         if self.age_steps < 1:
             raise ConfigError(f"{self.name}: age_steps must be at least 1")
         self._times = DueTimes()
+        self._ranking = Ranking()
+        self._roster = Roster()
         self._patience = Patience(self.age_steps)
 
     @abstractmethod
-    def _ranked(self, waiting: Sequence[RequestView], now: float) -> Iterator[RequestView]:
-        """The waiting requests, the most urgent first."""
+    def _urgency(self, number: int) -> float:
+        """The time by which a request is ranked, earliest first; not before it must start."""
 
     def order(self, waiting: Sequence[RequestView], view: EngineView) -> Iterable[RequestView]:
         """The most urgent first, then those without a time, then those that would be late; the latter two by arrival."""
-        for number in self._patience.admitted(waiting):
+        gone = self._roster.left(waiting)
+        self._patience.admitted(gone)
+        for number in gone:
             self._times.forget(number)
-        self._times.look(waiting, view)
-        return self._patience.order(self._ranked(waiting, view.now), waiting, view)
+            self._ranking.forget(number)
+        for request in self._times.look(waiting, self._roster.newcomers(waiting), view):
+            self._ranking.put(request, self._urgency(request.number))
+        ranked = self._ranked(waiting, view.now)
+        return self._roster.serve(self._patience.order(ranked, waiting, view), waiting)
+
+    def on_submit(self, request: RequestView) -> None:
+        """It begins to wait."""
+        self._roster.add(request)
 
     def on_finish(self, request: RequestView) -> None:
         """Forget it, and learn from its length."""
         self._times.finish(request)
+        self._ranking.forget(request.number)
+        self._roster.forget(request)
+
+    def _ranked(self, waiting: Sequence[RequestView], now: float) -> Iterator[RequestView]:
+        numbers = self._roster.numbers
+        if not self.feasibility:
+            yield from self._ranking.among(numbers)
+            return
+        start = self._times.start  # without an entry it has ended meanwhile
+        for request in self._ranking.among(numbers, least=now):  # who should be done by now should have started, too
+            if start.get(request.number, -inf) >= now:
+                yield request
+        for request in waiting:
+            if start.get(request.number, inf) < now:
+                yield request

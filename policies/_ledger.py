@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import ConfigError
 from ..policy import RequestView, StepReport
-from ._patience import waits
+from ._roster import waits
 
 
 class Ledger:

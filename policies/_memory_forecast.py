@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,9 @@ from ..policy import RequestView
 
 Ints = NDArray[np.int64]
 _GOLDEN = (5**0.5 - 1) / 2
+_FACTS: tuple[Callable[[RequestView], int], ...] = tuple(
+    attrgetter(fact) for fact in ("number", "prompt_tokens", "generated_tokens", "max_tokens")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class OutputLengths:
     def __init__(self, window: int) -> None:
         self._ring: Ints = np.zeros(window, np.int64)
         self._seen = 0
-        self._sorted: list[int] = []
+        self._sorted: Ints = np.full(window + 1, np.iinfo(np.int64).max)
         self._stale = False
 
     def __len__(self) -> int:
@@ -85,23 +88,22 @@ class OutputLengths:
     def one(self, request: RequestView) -> tuple[int, int]:
         """Tokens that a request holds, and output tokens that it has yet to generate."""
         known, generated, most = self._known(), request.generated_tokens, request.max_tokens
-        shorter = bisect_right(known, generated)
-        rank = shorter + int(request.number * _GOLDEN % 1.0 * (len(known) - shorter))
-        length = min(known[rank], most) if rank < len(known) else most
+        shorter = int(known.searchsorted(generated, side="right"))
+        rank = shorter + int(request.number * _GOLDEN % 1.0 * (len(known) - 1 - shorter))
+        length = min(known.item(rank), most)
         return request.prompt_tokens + generated, length - generated
 
-    def forecast(self, requests: Iterable[RequestView]) -> Forecast:
+    def forecast(self, requests: Collection[RequestView]) -> Forecast:
         """How the requests will go on together: ``one`` for many, in one go."""
-        facts = [x for r in requests for x in (r.number, r.prompt_tokens, r.generated_tokens, r.max_tokens)]
-        number, prompt, generated, most = np.array(facts, np.int64).reshape(-1, 4).T
-        known = np.array([*self._known(), np.iinfo(np.int64).max])
+        number, prompt, generated, most = (np.fromiter(map(fact, requests), np.int64, len(requests)) for fact in _FACTS)
+        known = self._known()
         shorter = np.searchsorted(known, generated, side="right")
         rank = shorter + (number * _GOLDEN % 1.0 * (len(known) - 1 - shorter)).astype(np.int64)
         return Forecast.of(prompt + generated, np.minimum(known[rank], most) - generated)
 
-    def _known(self) -> list[int]:
-        """The remembered lengths, ascending."""
+    def _known(self) -> Ints:
+        """The remembered lengths, ascending, and one without end."""
         if self._stale:
-            self._sorted = np.sort(self._ring[: len(self)]).tolist()
+            self._sorted[: len(self)] = np.sort(self._ring[: len(self)])
             self._stale = False
-        return self._sorted
+        return self._sorted[: len(self) + 1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from ..policy import EngineView, RequestView
@@ -22,22 +22,27 @@ class Turns:
         self._per_step = per_step
         self._fresh_steps = fresh_steps
         self._step, self._left = 0, per_step
+        self._new: dict[int, RequestView] = {}  # never looked up
         self._looked: dict[int, tuple[int, RequestView]] = {}  # number → step of the look-up; oldest look-up first
 
-    def next(self, waiting: Sequence[RequestView], step: int) -> list[RequestView]:
-        """The requests to look up now: new ones in arrival order, then those whose look-up is oldest.
+    def next(self, newcomers: Iterable[RequestView], step: int) -> list[RequestView]:
+        """The requests to look up now: new ones first, ``newcomers`` last of these, then those whose look-up is oldest.
 
-        May be called several times in a step, each time with some of the requests that wait.
+        May be called several times in a step.
         """
         if step != self._step:
             self._step, self._left = step, self._per_step
-        looked = self._looked
-        due = [request for request in waiting if request.number not in looked][: self._left]
+        looked, new = self._looked, self._new
+        for request in newcomers:
+            if request.number not in looked:
+                new[request.number] = request
+        due = list(islice(new.values(), self._left))
         for since, request in islice(looked.values(), self._left - len(due)):
             if step - since < self._fresh_steps:
                 break
             due.append(request)
         for request in due:
+            new.pop(request.number, None)
             looked.pop(request.number, None)  # so that it goes to the end
             looked[request.number] = step, request
         self._left -= len(due)
@@ -45,6 +50,7 @@ class Turns:
 
     def forget(self, number: int) -> None:
         """The request waits no longer; if it does so again, it is new."""
+        self._new.pop(number, None)
         self._looked.pop(number, None)
 
 
@@ -73,7 +79,7 @@ class Deferral:
         self._leaders: dict[int, tuple[RequestView, dict[int, int]]] = {}
 
     def held(self) -> set[int]:
-        """Numbers of the requests known to be held back now. Called before ``sift``."""
+        """Numbers of the requests known to be held back now. Called before every order."""
         for request in self._named.values():
             self._watch(request)
         self._named.clear()
@@ -87,20 +93,25 @@ class Deferral:
             if self._worthwhile(leader, tokens)
         }
 
-    def sift(self, order: Iterable[RequestView], view: EngineView, *, hold: bool = True) -> Iterator[RequestView]:
-        """``order`` without those to be held back; with ``hold=False`` all of it. Watches what becomes of each."""
-        if self._tokens is None:
-            yield from order
-            return
+    def sift(self, order: Iterable[RequestView], view: EngineView) -> Iterator[RequestView]:
+        """``order`` without those to be held back."""
         left = self._per_call
         for request in order:
-            if hold and self._leaders:
+            if self._leaders:
                 if left <= 0:
                     return
                 compared, held = self._compare(request, view)
                 left -= compared
                 if held:
                     continue
+            yield request
+
+    def watch(self, order: Iterable[RequestView]) -> Iterator[RequestView]:
+        """``order``, watching whether the prompt of each is computed now."""
+        if self._tokens is None:
+            yield from order
+            return
+        for request in order:
             self._named[request.number] = request
             yield request
             self._watch(request)  # the planner has placed it before it asks for another one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..cost import StepWork
@@ -40,22 +39,30 @@ class Deadline:
             raise ConfigError("deadline: factor must be above 0 and window at least 1")
         self._output = 1.0  # mean output tokens
         self._finished = 0
+        self._mark = (-1, -1, -1)  # step, free and decoding rows when the following was looked up
+        self._prefill = 0  # prompt tokens that the running requests have left
+        self._generated: list[int] = []  # and their outputs so far, longest first
 
     def admit(self, request: RequestView, view: EngineView) -> str | None:
         """Refuse what is forecast to be late."""
         cost = view.cost  # asked for whoever comes: a fitted model learns from the first question on
         if request.ttft_target is None and request.deadline is None:
             return None
-        running = view.running
+        mark = view.step, view.free_rows, view.decoding
+        if mark != self._mark:  # of a burst between two steps only the first need look at all that run
+            running = view.running
+            self._mark = mark
+            self._prefill = sum(other.prefill_left for other in running)
+            self._generated = sorted((other.generated_tokens for other in running), reverse=True)
         rowless = max(view.waiting_count + 1 - view.free_rows, 0)  # who needs a row that is taken now
         rows = view.total_rows if rowless else view.decoding + 1
         context = int(rows * (view.context_tokens / view.decoding if view.decoding else request.prompt_tokens))
         chunk = max(view.token_budget - rows, 1)
         decode = cost.seconds(StepWork(rows, context))
         mixed = cost.seconds(StepWork(rows, context, ((0, chunk),)))
-        prompts = view.waiting_tokens + request.prompt_tokens + sum(other.prefill_left for other in running)
+        prompts = view.waiting_tokens + request.prompt_tokens + self._prefill
         prompt_steps = prompts / chunk
-        steps = max(prompt_steps, self._until_row(rowless, running) + request.prompt_tokens / chunk)
+        steps = max(prompt_steps, self._until_row(rowless) + request.prompt_tokens / chunk)
         first = steps * decode + prompt_steps * (mixed - decode)
         now, arrived = view.now, request.arrived_at
         if request.ttft_target is not None:
@@ -73,13 +80,13 @@ class Deadline:
             self._finished = min(self._finished + 1, self.window)
             self._output += (request.generated_tokens - self._output) / self._finished
 
-    def _until_row(self, rowless: int, running: Sequence[RequestView]) -> float:
+    def _until_row(self, rowless: int) -> float:
         """Steps until the last of ``rowless`` requests gets a row, if every request generates as much as the mean."""
-        if not rowless or not running:
+        generated = self._generated
+        if not rowless or not generated:
             return 0.0
-        left = sorted(max(self._output - request.generated_tokens, 1.0) for request in running)
-        turns, place = divmod(rowless - 1, len(left))
-        return turns * self._output + left[place]
+        turns, place = divmod(rowless - 1, len(generated))
+        return turns * self._output + max(self._output - generated[place], 1.0)
 
     def _late(self, what: str, seconds: float, left: float) -> str | None:
         if seconds <= self.factor * left or not seconds:

@@ -13,7 +13,7 @@ from ._cache_aware import CacheAware
 
 @dataclass(eq=False, slots=True)
 class _Branch:
-    """A cached run, the numbers of the waiting requests that hit nothing deeper, and what hangs below.
+    """A cached run, the waiting requests that hit nothing deeper, by number, and what hangs below.
 
     Attributes:
         count: Waiting requests that hit it.
@@ -23,7 +23,7 @@ class _Branch:
 
     count: int = 0
     weight: int = 0
-    requests: set[int] = field(default_factory=set)
+    requests: dict[int, RequestView] = field(default_factory=dict)
     children: dict[PrefixView, _Branch] = field(default_factory=dict)
 
 
@@ -33,8 +33,8 @@ class DFSWeight(CacheAware):
 
     SGLang's ``dfs-weight`` (schedule_policy.py). Going depth first, a cache that holds one prompt is
     enough for every hit (Zheng et al., NeurIPS 2024, section 3); by weight, what most requests wait for
-    is used before it is evicted. Requests with nothing cached come last, by arrival, and one that has
-    waited ``age_steps`` steps goes before all younger ones.
+    is used before it is evicted. Requests with nothing cached come last, by arrival; those that have
+    waited ``age_steps`` steps get every fourth admission.
 
     Two things differ. SGLang looks every request up for every batch; here a step looks up ``lookups`` of
     them, so their places in the tree may be some steps old. And a branch keeps the weight it had while
@@ -44,7 +44,7 @@ class DFSWeight(CacheAware):
     Where all requests hit one prefix and little else, ``lpm`` does as well for less.
 
     Args:
-        age_steps: Steps after which a waiting request goes first.
+        age_steps: Steps after which a waiting request counts as starved.
         refresh_steps: How many steps a look-up of the cached path stays good.
         lookups: Most look-ups in one step, a few µs each.
         defer_tokens: A request waits while another computes at least so many tokens of a prefix that
@@ -76,7 +76,7 @@ class DFSWeight(CacheAware):
             branch = below
             branch.count += 1
             branch.weight = max(branch.weight, branch.count)
-        branch.requests.add(request.number)
+        branch.requests[request.number] = request
 
     def _drop(self, number: int) -> None:
         branch = self._root
@@ -87,11 +87,10 @@ class DFSWeight(CacheAware):
                 del branch.children[prefix]
                 return
             branch = below
-        branch.requests.discard(number)
+        branch.requests.pop(number, None)
 
-    def _sorted(self, young: Sequence[RequestView], held: AbstractSet[int]) -> Iterator[RequestView]:
+    def _sorted(self, waiting: Sequence[RequestView], wanted: AbstractSet[int]) -> Iterator[RequestView]:
         """What is below a run before what ends with it, the heaviest child first (ties by first look-up)."""
-        wanted = {request.number: request for request in young if request.number not in held}
         stack = [(self._root, False)]
         while stack:
             branch, below_done = stack.pop()
@@ -102,7 +101,7 @@ class DFSWeight(CacheAware):
                 continue
             for number in sorted(branch.requests):
                 if number in wanted:
-                    yield wanted[number]
-        for number, request in wanted.items():
-            if number not in self._paths:
+                    yield branch.requests[number]
+        for request in waiting:
+            if request.number in wanted and request.number not in self._paths:
                 yield request

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from ..errors import ConfigError
 from ..policy import EngineView, RequestView, StepReport
-from ._ageing import Ageing
+from ._keyed import Ranking
 from ._ledger import Ledger
+from ._patience import Patience
+from ._roster import Roster
 from ._rota import Rota
 
 LOOKUPS = 16
@@ -23,7 +26,7 @@ class DLPM:
     and starves the others, and ``vtc``, which is fair and tears shared prefixes apart. Every tenant may
     spend a quantum of weighted tokens; when none that waits has any left, all get another. One that
     comes anew waits for that, and credit is not saved up, so that neither new names nor pauses gain
-    anything. Within a tenant, requests that have waited ``age_steps`` steps go first.
+    anything. Within a tenant, those that have waited ``age_steps`` steps get every fourth admission.
 
     Not without shared prefixes: ``vtc`` is fairer then, and cheaper.
 
@@ -32,7 +35,7 @@ class DLPM:
         input_weight: Cost of a prompt token that is not cached.
         output_weight: Cost of an output token.
         shares: Tenant → its share relative to the others, which have 1.
-        age_steps: Steps after which a waiting request goes before younger ones of its tenant.
+        age_steps: Steps after which a waiting request counts as starved.
     """
 
     api_version = 1
@@ -46,34 +49,29 @@ class DLPM:
         if not self.quantum > 0 or self.age_steps < 1:
             raise ConfigError("dlpm: quantum must be above 0 and age_steps at least 1")
         self._ledger = Ledger("dlpm", self.input_weight, self.output_weight, self.shares)
-        self._ageing = Ageing(self.age_steps)
-        self._cached: dict[int, int] = {}
+        self._patience = Patience(self.age_steps, group=attrgetter("tenant"))
+        self._roster = Roster()
+        self._hits = Ranking()  # by cached tokens, most first
         self._rota = Rota(LOOKUPS)
 
     def order(self, waiting: Sequence[RequestView], view: EngineView) -> Iterator[RequestView]:
         """Those of tenants in credit by cached prefix, charged at once; then a new quantum, and again."""
-        ledger, spent = self._ledger, self._ledger.spent
+        ledger = self._ledger
         ledger.settle(waiting)
-        ranked = self._ranked(waiting, view)
-        while ranked:
-            left = []
-            for request in ranked:
-                if request.number not in ledger.requests:
-                    continue  # it has ended meanwhile
-                if spent[request.tenant] >= 0:
-                    left.append(request)
-                    continue
-                tokens = max(0, request.prefill_left - view.cached_prefix(request))
-                yield request
-                ledger.admit(request, tokens)
-            if left:
-                self._refill(min(spent.get(request.tenant, 0.0) for request in left))
-            ranked = left
+        gone = self._roster.left(waiting)
+        self._patience.admitted(gone)
+        for number in gone:
+            self._hits.forget(number)
+        mixed = self._patience.order(self._in_credit(self._ranked(waiting, view)), waiting, view)
+        for request in self._roster.serve(mixed, waiting):
+            tokens = max(0, request.prefill_left - view.cached_prefix(request))
+            yield request
+            ledger.admit(request, tokens)
 
     def on_submit(self, request: RequestView) -> None:
         """Note the request."""
         self._ledger.submit(request)
-        self._ageing.meet(request)
+        self._roster.add(request)
 
     def on_step(self, report: StepReport) -> None:
         """Charge what was served."""
@@ -83,24 +81,43 @@ class DLPM:
         """Forget the request, and its tenant if that owes nothing; all tenants if it was the last."""
         ledger, tenant = self._ledger, request.tenant
         ledger.finish(request)
-        self._cached.pop(request.number, None)
-        self._ageing.forget(request)
+        self._hits.forget(request.number)
+        self._roster.forget(request)
+        if tenant not in ledger.live:
+            self._patience.forget(tenant)
         if not ledger.live:
             ledger.spent.clear()
         elif tenant not in ledger.live and ledger.spent.get(tenant, 0.0) <= 0:
             ledger.spent.pop(tenant, None)
 
-    def _ranked(self, waiting: Sequence[RequestView], view: EngineView) -> list[RequestView]:
-        cached, requests = self._cached, self._ledger.requests
-        for request in waiting:
-            if request.number not in requests:
-                self.on_submit(request)
-        fresh = [request for request in waiting if request.number not in cached][:LOOKUPS]
-        for request in (*fresh, *self._rota.next(waiting)):
-            cached[request.number] = view.cached_prefix(request)
-        aged = self._ageing.count(waiting, view.step)
-        young = sorted(waiting[aged:], key=lambda request: -cached.get(request.number, 0))
-        return [*waiting[:aged], *young]
+    def _ranked(self, waiting: Sequence[RequestView], view: EngineView) -> Iterator[RequestView]:
+        """By cached prefix."""
+        hits = self._hits
+        new = [request for request in self._roster.newcomers(waiting) if request.number not in hits]
+        for request in new:
+            if request.number not in self._ledger.requests:
+                self._ledger.submit(request)
+            hits.put(request, 0)  # cold until it is looked up
+        for request in (*new[:LOOKUPS], *self._rota.next(waiting)):
+            hits.put(request, -view.cached_prefix(request))
+        return hits.among(self._roster.numbers)
+
+    def _in_credit(self, ranked: Iterable[RequestView]) -> Iterator[RequestView]:
+        """Those of tenants in credit; then a new quantum, and again."""
+        spent, requests = self._ledger.spent, self._ledger.requests
+        while True:
+            left = []
+            for request in ranked:
+                if request.number not in requests:
+                    continue  # it has ended meanwhile
+                if spent[request.tenant] >= 0:
+                    left.append(request)
+                else:
+                    yield request
+            if not left:
+                return
+            self._refill(min(spent.get(request.tenant, 0.0) for request in left))
+            ranked = left
 
     def _refill(self, least: float) -> None:
         """As many quanta to every tenant as put one that has spent ``least`` into credit; credit is one quantum at most."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..policy import RequestView
 from ._due_times import DueOrder
 
 
@@ -31,12 +29,5 @@ class EDF(DueOrder):
     api_version = 1
     name = "edf"
 
-    def _ranked(self, waiting: Sequence[RequestView], now: float) -> Iterator[RequestView]:
-        due, start = self._times.due, self._times.start
-        late = []
-        for request in sorted(waiting, key=lambda request: due[request.number]):
-            if self.feasibility and start.get(request.number, now) < now:
-                late.append(request)
-            else:
-                yield request
-        yield from sorted(late, key=lambda request: request.number)
+    def _urgency(self, number: int) -> float:
+        return self._times.due[number]

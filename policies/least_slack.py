@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..policy import RequestView
 from ._due_times import DueOrder
 
 
@@ -31,13 +28,5 @@ class LeastSlack(DueOrder):
     api_version = 1
     name = "least-slack"
 
-    def _ranked(self, waiting: Sequence[RequestView], now: float) -> Iterator[RequestView]:
-        start = self._times.start  # slack is this less ``now``, so the order is the same
-
-        def latest_start(request: RequestView) -> float:
-            return start[request.number]
-
-        ranked = sorted(waiting, key=latest_start)
-        late = bisect_left(ranked, now, key=latest_start) if self.feasibility else 0
-        yield from ranked[late:]
-        yield from sorted(ranked[:late], key=lambda request: request.number)
+    def _urgency(self, number: int) -> float:
+        return self._times.start[number]  # slack is this less the present time, so the order is the same

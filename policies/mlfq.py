@@ -23,7 +23,9 @@ class MLFQ:
     lose its row is the engine's ``max_preemptions``. If pages run out the lowest level gives way.
 
     Not where prompts are long and answers short, which makes taking rows dear: what was computed
-    stays cached only while there is room. ``gap=0`` takes none.
+    stays cached only while there is room. ``gap=0`` takes none. Not for lasting overload with a small
+    pool, either: every newcomer stands above what runs, so everybody is preempted in turn, computed
+    again and again, and little is finished.
 
     Args:
         quantum: Tokens of service that the top level covers.

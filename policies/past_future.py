@@ -11,6 +11,9 @@ from ._memory_forecast import Forecast, OutputLengths
 _RECOUNT = 256
 """New requests after which who has ended meanwhile is left out of the forecast."""
 
+_SHARE = 64
+"""One in so many may have ended before they are counted again to refuse somebody: a thousand take half a millisecond."""
+
 
 @dataclass(eq=False)
 class PastFuture:
@@ -37,22 +40,20 @@ class PastFuture:
             raise ConfigError("past-future: factor must be above 0 and window at least 1")
         self._lengths = OutputLengths(self.window)
         self._ahead: Forecast | None = None  # may still contain requests that have ended: never too little
-        self._mark = (-1, -1)  # step and length of the queue for which it is exact
         self._added = 0  # to it since it was made
+        self._tried: tuple[Forecast, int, Forecast] | None = None  # forecast, number of one more request, and the two together
 
     def admit(self, request: RequestView, view: EngineView) -> str | None:
         """Refuse if the forecast peak is too high."""
         if not len(self._lengths):
             return None
-        one = self._lengths.one(request)
         bound = self.factor * view.total_pages * view.page_size
-        if self._ahead is not None and self._ahead.plus(*one).peak <= bound:
+        if self._ahead is not None and self._with(self._ahead, request).peak <= bound:
             return None
-        mark = (view.step, view.waiting_count)
-        if self._ahead is None or mark != self._mark:  # worth the time only now that it matters
-            self._ahead = self._lengths.forecast([*view.running, *view.waiting])
-            self._mark, self._added = mark, 0
-        peak = self._ahead.plus(*one).peak
+        present = view.waiting_count + view.total_rows - view.free_rows
+        if self._ahead is None or len(self._ahead.left) - present > present // _SHARE:  # worth the time only now
+            self._ahead, self._added = self._lengths.forecast([*view.running, *view.waiting]), 0
+        peak = self._with(self._ahead, request).peak
         if peak <= bound or not len(self._ahead.left):
             return None
         pools = self.factor * peak / bound
@@ -64,10 +65,15 @@ class PastFuture:
         if self._ahead is None or self._added > _RECOUNT:
             self._ahead = None
             return
-        self._ahead = self._ahead.plus(*self._lengths.one(request))
-        self._mark = self._mark[0], self._mark[1] + 1
+        self._ahead = self._with(self._ahead, request)
 
     def on_finish(self, request: RequestView) -> None:
         """Remember its length, however it ended."""
         if request.generated_tokens:
             self._lengths.add(request.generated_tokens)
+
+    def _with(self, ahead: Forecast, request: RequestView) -> Forecast:
+        """The forecast with one request more; asked by ``admit``, and again when it has begun to wait."""
+        if self._tried is None or self._tried[0] is not ahead or self._tried[1] != request.number:
+            self._tried = ahead, request.number, ahead.plus(*self._lengths.one(request))
+        return self._tried[2]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 from ..policy import EngineView, RequestView, StepReport
 from ._patience import Patience
+from ._roster import Roster
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class Program:
         if not self.output_weight > 0 or not self.forget_s >= 0:
             raise ConfigError("program: output_weight must be above 0 and forget_s at least 0")
         self._patience = Patience(self.age_steps)
+        self._roster = Roster()
         self._programs: dict[str, _Account] = {}
         self._accounts: dict[int, _Account] = {}  # by request
         self._ended: list[int] = []  # requests whose last step is not reported yet
@@ -62,24 +64,18 @@ class Program:
     def order(self, waiting: Sequence[RequestView], view: EngineView) -> Iterable[RequestView]:
         """By level of their programs, then by arrival."""
         self._forget(view.now)
-        self._patience.admitted(waiting)
         accounts = self._accounts
-        for request in waiting:
+        self._patience.admitted(self._roster.left(waiting))
+        for request in self._roster.newcomers(waiting):
             if request.number not in accounts:
-                self.on_submit(request)
+                self._open(request)
         ranked = sorted(waiting, key=lambda request: accounts[request.number].level)
-        return self._patience.order(ranked, waiting, view)
+        return self._roster.serve(self._patience.order(ranked, waiting, view), waiting)
 
     def on_submit(self, request: RequestView) -> None:
         """Find its program's account, or open one."""
-        program = request.program_id
-        account = None if program is None else self._programs.get(program)
-        if account is None:
-            account = _Account(self.quantum)
-            if program is not None:
-                self._programs[program] = account
-        account.live += 1
-        self._accounts[request.number] = account
+        self._roster.add(request)
+        self._open(request)
 
     def on_step(self, report: StepReport) -> None:
         """Charge programs for what their requests were served, and demote."""
@@ -100,6 +96,7 @@ class Program:
 
     def on_finish(self, request: RequestView) -> None:
         """Forget the request after the next report, which counts its last step; its program later."""
+        self._roster.forget(request)
         account = self._accounts.get(request.number)
         if account is None:
             return
@@ -122,3 +119,13 @@ class Program:
                 del self._idle[program], self._programs[program]
             else:
                 return
+
+    def _open(self, request: RequestView) -> None:
+        program = request.program_id
+        account = None if program is None else self._programs.get(program)
+        if account is None:
+            account = _Account(self.quantum)
+            if program is not None:
+                self._programs[program] = account
+        account.live += 1
+        self._accounts[request.number] = account

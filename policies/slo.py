@@ -62,12 +62,14 @@ class SLO:
     def _situation(self, view: EngineView) -> tuple[float | None, int]:
         """The tightest target of the rows that decode; how much is computed of the first prompt that is under way."""
         target, start = None, 0
-        for request in view.running:
-            left = request.prefill_left
-            if left:
-                start = start or request.prompt_tokens + request.generated_tokens - left
-                continue
+        running = view.running
+        for request in running:
             wanted = self.tpot_target if request.tpot_target is None else request.tpot_target
-            if wanted is not None and (target is None or wanted < target):
+            if wanted is not None and (target is None or wanted < target) and not request.prefill_left:
                 target = wanted
+        for request in reversed(running):  # prompts are computed in order of admission: those under way are the last
+            left = request.prefill_left
+            if not left:
+                break
+            start = request.prompt_tokens + request.generated_tokens - left
         return target, start

@@ -75,7 +75,6 @@ class SRPT:
         for request in self._queue.order(waiting):
             job = self._job(request)
             job.waited = job.before + view.step - job.since
-            self._queue.forget(request)  # once it runs it will have less left, should it ever wait again
             yield request
 
     def preempt_for(self, request: RequestView, running: Sequence[RequestView], view: EngineView) -> Iterable[RequestView]:

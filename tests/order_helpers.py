@@ -21,6 +21,8 @@ def leftovers(policy: object) -> dict[str, Any]:
             slots = {slot: getattr(value, slot) for slot in getattr(type(value), "__slots__", ()) if hasattr(value, slot)}
             parts = vars(value) if hasattr(value, "__dict__") else slots
             found |= {f"{name}.{part}": kept for part, kept in parts.items() if isinstance(kept, dict | list | set) and kept}
+    for passing in ("_patience._others", "_patience._pulled", "_roster._pulled"):  # one count; cleared by the next order
+        found.pop(passing, None)
     return found
 
 

@@ -162,6 +162,35 @@ def test_too_slow() -> None:
         check_policy(ShortestFirst, waiting=50, allowance=0.0)
 
 
+class Doorkeeper:
+    """Lets everybody in, after a while, by its own stopwatch."""
+
+    api_version = 1
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def admit(self, request: RequestView, view: EngineView) -> None:
+        self.seconds += 1.0
+
+
+@QUICKLY
+def test_admission_is_timed_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many come between two steps; and it does not count as a part of the step."""
+    keepers: list[Doorkeeper] = []
+
+    def keeper() -> Doorkeeper:
+        keepers.append(Doorkeeper())
+        return keepers[-1]
+
+    monkeypatch.setattr("asyncsched.testing.questions.time.perf_counter", lambda: sum(one.seconds for one in keepers))
+    report = check_policy(keeper, waiting=50, allowance=1.5)
+    assert report.microseconds == {"admit": 1e6, "total": 0.0}
+    assert "1000000.0 µs per call of admit" in str(report)
+    with pytest.raises(ConformanceError, match=r"- cost: 1000000 µs per call of admit\(\) with 50 waiting, where 900000 are"):
+        check_policy(keeper, waiting=50, allowance=0.9)
+
+
 def test_a_policy_must_be_made_afresh_for_every_check() -> None:
     with pytest.raises(TypeError, match="pass its class"):
         check(ShortestFirst())

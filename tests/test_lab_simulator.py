@@ -466,3 +466,11 @@ def test_not_within_an_event_loop() -> None:
             simulate(trace(ask(0, 10, 3)), setup())
 
     anyio.run(main)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"), [("max_rows", r"Setup\(max_rows=…\).*--rows"), ("page_size", r"Setup\(page_size=…\).*--page-size")]
+)
+def test_what_the_device_has_is_no_option_of_the_engine(name: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} is no option of the engine here; use {instead}"):
+        Setup(LinearCost(1e-3, 0.0, 0.0, 0.0), options={name: 8})

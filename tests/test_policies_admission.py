@@ -373,6 +373,37 @@ def test_past_future_refuses_when_the_forecast_exceeds_its_pools() -> None:
     assert ask(policy, Fake(12, 5000, 900), view) is None, "nothing else runs or waits"
 
 
+class Glances(FakeView):
+    """A view that counts how often somebody looks at all that run."""
+
+    looked = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "running":
+            Glances.looked += 1
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: taught(Deadline(), 30), lambda: taught(PastFuture(factor=0.2), 30)],
+    ids=["deadline", "past-future"],
+)
+def test_of_a_burst_only_the_first_has_all_that_run_looked_at(make: Callable[[], Any]) -> None:
+    policy, running = make(), [Fake(number, generated_tokens=3) for number in range(10)]
+    view = Glances(LINEAR, running=running, waiting=[Fake(10)], free_rows=0)
+    other = FakeView(LINEAR, running=running, waiting=[Fake(10)], free_rows=0)
+    Glances.looked = 0
+    answers = []
+    for number in range(11, 31):
+        answers.append(ask(policy, Fake(number, ttft_target=4.0), view))
+        assert answers[-1] == ask(make(), Fake(number, ttft_target=4.0), other), "as one that sees it all for the first time"
+    assert Glances.looked < 5
+    assert all(answers)
+    ended = Glances(LINEAR, step=1, running=[])
+    assert ask(policy, Fake(40, ttft_target=4.0), ended) is None, "in the same step, but they have ended"
+
+
 def test_past_future_counts_anew_now_and_then_and_nobody_too_few() -> None:
     """A queue that grows for long, with nobody leaving it, up to the bound; then one of as many that come and go."""
     policy = taught(PastFuture(factor=1.0), 5)

@@ -15,7 +15,7 @@ from ..backend import Backend
 from ..contract import ExecutorLimits
 from ..cost import CostModel
 from ..engine import Engine
-from ..errors import AsyncschedError
+from ..errors import AsyncschedError, ConfigError
 from ..statistics import Statistics
 from .executor import END, ModelledExecutor
 from .prompts import PromptMaker
@@ -24,6 +24,13 @@ from .trace import Trace, TraceRequest
 from .virtual_time import VirtualTimeLoop
 
 VOCABULARY = 32_000
+
+_ELSEWHERE = {
+    "max_rows": "use Setup(max_rows=…), on the command line --rows",
+    "page_size": "use Setup(page_size=…), on the command line --page-size",
+    "backend": "the simulator brings its own",
+}
+"""Engine options that the simulator sets, and what to use instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,9 @@ class Setup:
         hint_error: Callers attach ``hints["output_tokens"]``, off by a factor ``exp(hint_error × normal)``;
             ``None`` attaches no hint.
         seed: For prompts and hints.
+
+    Raises:
+        ConfigError: ``options`` has something that is said elsewhere.
     """
 
     cost: CostModel
@@ -51,6 +61,11 @@ class Setup:
     max_tokens: int | Literal["longest", "exact"] = "longest"
     hint_error: float | None = 0.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, instead in _ELSEWHERE.items():
+            if name in self.options:
+                raise ConfigError(f"{name} is no option of the engine here; {instead}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ class ConformanceReport:
         kinds: The engine options it can be used for.
         passed: Names of the checks.
         waiver: Why it may starve requests, if it says so.
-        microseconds: Median per step by hook and ``"total"``; empty if it was not measured.
+        microseconds: Median per step by hook and ``"total"``, and per call of ``admit``, which is not in the total;
+            empty if it was not measured.
         waiting: How many requests waited while that was measured.
     """
 
@@ -40,8 +41,10 @@ class ConformanceReport:
         if self.waiver is not None:
             lines.append(f"starvation {self.waiver}")
         if self.microseconds:
-            hooks = ", ".join(f"{hook} {spent}" for hook, spent in self.microseconds.items() if hook != "total")
-            lines.append(f"{self.microseconds['total']} µs per step with {self.waiting:,} waiting ({hooks})")
+            per_step = (f"{hook} {spent}" for hook, spent in self.microseconds.items() if hook not in ("total", "admit"))
+            lines.append(f"{self.microseconds['total']} µs per step with {self.waiting:,} waiting ({', '.join(per_step)})")
+            if "admit" in self.microseconds:
+                lines.append(f"{self.microseconds['admit']} µs per call of admit")
         return "\n".join(lines)
 
 
@@ -86,7 +89,7 @@ def check_policy(
         cost: Measure time, on made-up views, which answer a little faster than an engine's. Leave it out
             where a busy machine must not make a test fail.
         waiting: Requests that wait while time is measured.
-        allowance: Seconds that all its hooks may take per step (median).
+        allowance: Seconds that all its hooks may take per step, and ``admit`` per call (medians).
         patience: Steps within which every request must be served.
         seed: Of the arbitrary situations.
         backend: Event loop of the engine, ``"asyncio"`` or ``"trio"``.
@@ -126,6 +129,8 @@ def check_policy(
     microseconds = load.cost(subject) if cost else {}
     if microseconds and microseconds["total"] > allowance * 1e6:
         failures.append(("cost", _too_slow(microseconds, waiting, allowance)))
+    if microseconds.get("admit", 0.0) > allowance * 1e6:
+        failures.append(("cost", _slow_admission(microseconds["admit"], waiting, allowance)))
     if failures:
         raise ConformanceError(name, failures)
     return ConformanceReport(name, kinds, ("form", *wanted, *(("cost",) if cost else ())), waiver, microseconds, waiting)
@@ -151,9 +156,17 @@ def _kinds(policy: Any, kind: str | Collection[str] | None) -> tuple[str, ...]:
 
 
 def _too_slow(microseconds: Mapping[str, float], waiting: int, allowance: float) -> str:
-    dearest = max((hook for hook in microseconds if hook != "total"), key=microseconds.__getitem__)
+    dearest = max((hook for hook in microseconds if hook not in ("total", "admit")), key=microseconds.__getitem__)
     return (
         f"{microseconds['total']:.0f} µs per step with {waiting:,} waiting, most of it in {dearest}(), where "
         f"{allowance * 1e6:.0f} are allowed; compute what does not change in on_submit, use a heap or a generator instead of "
         "sorting everything, and ask for cached_prefix of a few requests per step only"
+    )
+
+
+def _slow_admission(microseconds: float, waiting: int, allowance: float) -> str:
+    return (
+        f"{microseconds:.0f} µs per call of admit() with {waiting:,} waiting, where {allowance * 1e6:.0f} are allowed; many "
+        "may come between two steps, so keep what does not change within one (view.step), or sums that on_submit and on_finish "
+        "keep up to date"
     )

@@ -37,7 +37,10 @@ def starvation(subject: Subject) -> list[str]:
 
 
 def cost(subject: Subject) -> dict[str, float]:
-    """Median microseconds per step of each hook, and in all, with ``waiting`` requests waiting and 256 running."""
+    """Median microseconds per step of each hook, and in all, with ``waiting`` requests waiting and 256 running.
+
+    ``admit`` is per call, and not in the sum: how often it is called has nothing to do with steps.
+    """
     policy = subject.questions()
     random = Random(f"{subject.seed} cost")
     stage, cache = Rehearsal(policy, rows=256, token_budget=4096), CacheRehearsal(policy, subject.waiting)
@@ -51,8 +54,11 @@ def cost(subject: Subject) -> dict[str, float]:
         stage.tick()
     steps: list[dict[str, float]] = []
     for _ in range(31):
-        for _ in range(subject.waiting + 4 - len(stage.waiting)):
+        policy.spent.clear()
+        arrivals = max(4, subject.waiting + 4 - len(stage.waiting))
+        for _ in range(arrivals):
             stage.submit(**arbitrary_attributes(random, stage))
+        calls = {"admit": policy.spent["admit"] / arrivals} if "admit" in policy.spent else {}
         for request in list(stage.running.values())[:4]:
             stage.end(request)
         for _ in range(4 if policy.evicts else 0):
@@ -62,7 +68,7 @@ def cost(subject: Subject) -> dict[str, float]:
         policy.victims(list(stage.running.values()), 8, stage.view())
         if policy.evicts:
             cache.evict(stage.view())
-        steps.append({**policy.spent, "total": sum(policy.spent.values())})
+        steps.append({**policy.spent, **calls, "total": sum(policy.spent.values())})
     hooks = sorted({hook for spent in steps for hook in spent})
     return {hook: round(median(spent.get(hook, 0.0) for spent in steps) * 1e6, 2) for hook in hooks}
 
