@@ -25,6 +25,9 @@ class Ranking:
     def __contains__(self, number: int) -> bool:
         return number in self._entries
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def put(self, request: RequestView, key: float) -> None:
         """Rank a request, or rank it anew."""
         known = self._entries.get(request.number)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from ..policy import EngineView, RequestView, StepReport
+from ._keyed import Ranking
 from ._ledger import Ledger
+from ._roster import Roster
 
 REMEMBERED = 1024
 """Absent tenants whose counters are kept."""
@@ -41,34 +43,40 @@ class VTC:
     def __post_init__(self) -> None:
         self._ledger = Ledger("vtc", self.input_weight, self.output_weight, self.shares)
         self._floor = 0.0
+        self._roster = Roster()
+        self._lines: dict[str, Ranking] = {}  # tenant → those of its requests that wait, by arrival
 
     def order(self, waiting: Sequence[RequestView], view: EngineView) -> Iterator[RequestView]:
         """The earliest request of the tenant with the smallest counter, charged at once; and again."""
-        ledger, spent = self._ledger, self._ledger.spent
-        ledger.settle(waiting)
-        heads: dict[str, int] = {}  # tenant → position of its earliest request
-        for index, request in enumerate(waiting):
-            if request.number not in ledger.requests:
+        self._ledger.settle(waiting)
+        for number in self._roster.left(waiting):
+            self._drop(number)
+        for request in self._roster.newcomers(waiting):
+            if request.number not in self._ledger.requests:
                 self.on_submit(request)
-            if request.tenant not in heads:
-                heads[request.tenant] = index
+            self._lines.setdefault(request.tenant, Ranking()).put(request, request.number)
+        return self._roster.serve(self._pull(view), waiting)
 
-        def rank(index: int) -> tuple[float, int]:
-            return spent.get(waiting[index].tenant, 0.0), index
+    def _pull(self, view: EngineView) -> Iterator[RequestView]:
+        """Tenant by tenant, each one's requests by arrival; charges what was taken before it goes on."""
+        ledger, spent, numbers = self._ledger, self._ledger.spent, self._roster.numbers
+        heap: list[tuple[float, int, RequestView, Iterator[RequestView]]] = []
 
-        ranked = sorted(heads.values(), key=lambda index: spent[waiting[index].tenant])  # stable: ties by arrival
-        while ranked:
-            index = ranked.pop(0)
-            request = waiting[index]
+        def advance(line: Iterator[RequestView]) -> None:
+            request = next(line, None)
+            if request is not None:
+                heappush(heap, (spent.get(request.tenant, 0.0), request.number, request, line))
+
+        for ranking in list(self._lines.values()):
+            advance(ranking.among(numbers))
+        while heap:
+            *_, request, line = heappop(heap)
             if request.number in ledger.requests:  # else it has ended meanwhile
                 tokens = max(0, request.prefill_left - view.cached_prefix(request))
                 yield request
-                ledger.admit(request, tokens)
-            if ledger.live.get(request.tenant, 0) > 1:
-                later = range(index + 1, len(waiting))
-                following = next((at for at in later if waiting[at].tenant == request.tenant), None)
-                if following is not None:
-                    insort(ranked, following, key=rank)
+                if request.number in numbers:  # else it was not there any more
+                    ledger.admit(request, tokens)
+            advance(line)
 
     def on_submit(self, request: RequestView) -> None:
         """Lift a tenant that had no request waiting."""
@@ -77,6 +85,7 @@ class VTC:
             level = min((spent[tenant] for tenant in ledger.queued), default=spent.get(ledger.last, 0.0))
             spent[request.tenant] = max(spent.get(request.tenant, 0.0), level, self._floor)
         ledger.submit(request)
+        self._roster.add(request)
 
     def on_step(self, report: StepReport) -> None:
         """Charge what was served."""
@@ -85,6 +94,8 @@ class VTC:
     def on_finish(self, request: RequestView) -> None:
         """Forget tenants that are gone, if they are many or were the last."""
         ledger, spent = self._ledger, self._ledger.spent
+        self._roster.forget(request)
+        self._drop(request.number)
         ledger.finish(request)
         if not ledger.live:
             spent.clear()
@@ -94,3 +105,11 @@ class VTC:
             for level, tenant in absent[: len(absent) // 2]:
                 del spent[tenant]
                 self._floor = max(self._floor, level)
+
+    def _drop(self, number: int) -> None:
+        """It waits no more."""
+        tenant = self._ledger.requests.get(number, "")
+        if tenant in self._lines:
+            self._lines[tenant].forget(number)
+            if not self._lines[tenant]:
+                del self._lines[tenant]
