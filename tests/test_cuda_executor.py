@@ -379,6 +379,11 @@ def test_float16_is_for_gpus(folder: Path) -> None:
     assert answers(load_on(FakeDevice(), options(folder, dtype="float16")), 1, PROMPTS[:1])[0].finish_reason == "length"
 
 
+def test_without_flashinfer_there_is_one_attention(folder: Path, on_cpu: Callable[..., list[Any]]) -> None:
+    found = answers(load_on(FakeDevice(), options(folder, attention="auto")), 2)
+    assert [result.token_ids for result in found] == [result.token_ids for result in on_cpu()]
+
+
 def test_the_pool_takes_what_is_left(folder: Path) -> None:
     limits = load_on(FakeDevice(memory=1 << 22), options(folder, pages=None, pool_fraction=0.5)).executor.limits
     per_page = 2 * 2 * 16 * 8 * 4 * 2  # keys and values, kv heads, head size, page size, float32, layers

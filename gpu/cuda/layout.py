@@ -33,6 +33,7 @@ class Chunks:
         starts: int32 ``[chunks]``: tokens in the pool before each.
         cu_seqlens: int32 ``[chunks + 1]``: 0 and the sums of their lengths.
         token_rows, positions: int32 ``[tokens]``: row and position of every token.
+        host_rows, ends: By chunk, on the host: row, and tokens in the pool behind it.
     """
 
     rows: Tensor
@@ -40,6 +41,8 @@ class Chunks:
     cu_seqlens: Tensor
     token_rows: Tensor
     positions: Tensor
+    host_rows: list[int]
+    ends: list[int]
 
 
 @dataclass(frozen=True)
@@ -118,5 +121,10 @@ class StepInputs:
             words[begin : begin + field.size] = field
         sent = upload(words)
         parts = [sent[begin : begin + field.size] for begin, field in zip(begins[:-1].tolist(), fields, strict=True)]
-        packed = Chunks(parts[1], parts[2], parts[3], parts[4], parts[5]) if chunks else None
-        return cls(parts[0], packed, parts[6], parts[7], parts[8])
+        decode_rows, *places, new_tokens, wanted_at, sampled_rows = parts
+        packed = None
+        if chunks:
+            chunk_rows, chunk_starts, cu_seqlens, rows_of_tokens, at = places
+            ends = (starts + sizes).tolist()
+            packed = Chunks(chunk_rows, chunk_starts, cu_seqlens, rows_of_tokens, at, rows.tolist(), ends)
+        return cls(decode_rows, packed, new_tokens, wanted_at, sampled_rows)

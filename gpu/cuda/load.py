@@ -74,7 +74,7 @@ def _load_on(device: Device, config: EngineConfig) -> Backend:
     with open_checkpoint(config, float16=True) as checkpoint:
         checkpoint.device = device.torch_device
         check_model(checkpoint, device.free_memory())
-        model = _build(checkpoint, config)
+        model = _build(device, checkpoint, config)
         size = page_bytes(model.cache_shapes, config.page_size, model.dtype)
 
         def limits(pages: int) -> ExecutorLimits:
@@ -94,14 +94,17 @@ def _load_on(device: Device, config: EngineConfig) -> Backend:
         return Backend(CudaExecutor(launcher), checkpoint.tokenizer, checkpoint.name)
 
 
-def _build(checkpoint: Checkpoint, config: EngineConfig) -> CausalModel:
+def _build(device: Device, checkpoint: Checkpoint, config: EngineConfig) -> CausalModel:
     from ..models.registry import build_model
+    from .attention_choice import choose_prefill, triton_prefill
     from .model_kernels import CudaKernels
-    from .support import weight_bytes
+    from .support import attention_shape, weight_bytes
 
+    shape = attention_shape(checkpoint.config) if config.attention == "auto" else None
+    prefill = triton_prefill if shape is None else choose_prefill(device, *shape, checkpoint.dtype)
     with _bar("weights", weight_bytes(checkpoint), unit="B", unit_scale=True, unit_divisor=1024) as bar:
         weights = _ShownWeights(checkpoint, bar.update)
-        return build_model(weights, config.max_model_len, dummy=config.load_format == "dummy", kernels=CudaKernels())
+        return build_model(weights, config.max_model_len, dummy=config.load_format == "dummy", kernels=CudaKernels(prefill))
 
 
 def _pools(model: CausalModel, pages: int, page_size: int, device: Device) -> list[KVPool]:

@@ -8,15 +8,22 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedModelError
+from .attention_choice import PrefillAttention, triton_prefill
 from .kernels import activation, norm
 from .kernels.decode_attention import decode_attention
-from .kernels.prefill_attention import prefill_attention
 from .kernels.rotary_store import rotary_store_decode, rotary_store_prefill
 from .layout import DeviceLayout
 
 
 class CudaKernels:
-    """``models.base.Kernels`` in Triton. Layouts are ``DeviceLayout``."""
+    """``models.base.Kernels`` in Triton. Layouts are ``DeviceLayout``.
+
+    Args:
+        prefill: Attention of prompts.
+    """
+
+    def __init__(self, prefill: PrefillAttention = triton_prefill) -> None:
+        self._prefill = prefill
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor:
         """See ``kernels.norm``."""
@@ -91,6 +98,5 @@ class CudaKernels:
             rows = (layout.rows, state.length, out[:decoding])
             decode_attention(q[:decoding], *pools, *rows, layout.scratch, scale=scale, splits=layout.splits, window=window)
         if chunks is not None:
-            places = (chunks.rows, chunks.starts, chunks.cu_seqlens, out[decoding:])
-            prefill_attention(q[decoding:], *pools, *places, scale=scale, window=window)
+            self._prefill(q[decoding:], layout, k_pool, v_pool, out[decoding:], scale=scale, window=window)
         return out

@@ -38,6 +38,12 @@ def check_model(checkpoint: Checkpoint, free: int) -> None:
     check_memory(f"the weights of {checkpoint.name}", parameters(config) * checkpoint.dtype.itemsize, free)
 
 
+def attention_shape(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """Query heads, key heads and head size; ``None`` for models that only transformers knows."""
+    found = _decoder_config(config)
+    return None if found is None else (found.heads, found.kv_heads, found.head_dim)
+
+
 def weight_bytes(checkpoint: Checkpoint) -> int | None:
     """Bytes of all parameters; ``None`` for models that only transformers knows."""
     config = _decoder_config(checkpoint.config)
