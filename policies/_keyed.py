@@ -52,6 +52,14 @@ class Ranking:
                 if last[1] in numbers:
                     yield last[2]
 
+    def groups(self, numbers: Container[int]) -> Iterator[list[RequestView]]:
+        """The ranked requests with these numbers by key, lazily: those that share the smallest, then the next."""
+        key = -inf
+        while (start := bisect_right(self._sorted, (key, inf))) < len(self._sorted):
+            key = self._sorted[start][0]
+            group = self._sorted[start : bisect_right(self._sorted, (key, inf))]
+            yield [request for _, number, request in group if number in numbers]
+
     def _after(self, entry: tuple[float, int, RequestView] | tuple[float]) -> list[tuple[float, int, RequestView]]:
         """The next few: a copy of all would have to touch each."""
         start = bisect_right(self._sorted, entry)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 from ..errors import ConfigError
 from ..policy import EngineView, RequestView
 from ..registry import load_policy
+from ._keyed import Ranking
+from ._roster import Roster
 from ._rota import Rota
 
 
@@ -44,6 +45,8 @@ class Priority:
         self._inner = load_policy(self.within, "order")
         self.parts = (self._inner,)
         self._classes: dict[int, int] = {}
+        self._roster = Roster()
+        self._ranking = Ranking()
         self._rota = Rota(64)
         if self.preempt:  # else there is no such hook: with it the order is asked for in full steps, too
             self.preempt_for = self._lower_classes
@@ -52,28 +55,34 @@ class Priority:
 
     def order(self, waiting: Sequence[RequestView], view: EngineView) -> Iterator[RequestView]:
         """Class by class; within one as the inner policy says."""
-        classes = self._classes
-        for request in waiting:
-            if request.number not in classes:
-                classes[request.number] = request.priority
+        for number in self._roster.left(waiting):
+            self._ranking.forget(number)
+        for request in self._roster.newcomers(waiting):
+            self._ranking.put(request, self._classes.setdefault(request.number, request.priority))
         if self.age_steps:
             for request in self._rota.next(waiting):
                 waited = view.step - request.waiting_since_step
-                classes[request.number] = request.priority - waited // self.age_steps
+                earned = self._classes[request.number] = request.priority - waited // self.age_steps
+                self._ranking.put(request, earned)
+        return self._roster.serve(self._by_class(view), waiting)
 
-        ranked, start = sorted(waiting, key=lambda request: classes[request.number]), 0
-        while start < len(ranked):
-            end = bisect_right(ranked, self._class_of(ranked[start]), lo=start, key=self._class_of)
-            yield from self._inner.order(ranked[start:end], view)
-            start = end
+    def _by_class(self, view: EngineView) -> Iterator[RequestView]:
+        for members in self._ranking.groups(self._roster.numbers):
+            yield from self._inner.order(members, view)
 
     def victims(self, running: Sequence[RequestView], pages: int, view: EngineView) -> Iterable[RequestView]:
         """Lowest class first, then latest admitted."""
         latest_first = running[::-1]
         return sorted(latest_first, key=lambda request: -self._class_of(request))
 
+    def on_submit(self, request: RequestView) -> None:
+        """It begins to wait."""
+        self._roster.add(request)
+
     def on_finish(self, request: RequestView) -> None:
         """Forget the request."""
+        self._roster.forget(request)
+        self._ranking.forget(request.number)
         self._classes.pop(request.number, None)
 
     def _lower_classes(self, request: RequestView, running: Sequence[RequestView], view: EngineView) -> Iterable[RequestView]:

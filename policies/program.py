@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..errors import ConfigError
 from ..policy import EngineView, RequestView, StepReport
+from ._keyed import Ranking
 from ._patience import Patience
 from ._roster import Roster
 
 
 @dataclass(slots=True)
 class _Account:
-    """What a program was served: weighted tokens, its level and where that ends, and its requests that have not ended."""
+    """What a program was served.
+
+    Attributes:
+        limit: Weighted tokens at which its level ends.
+        level: Its level.
+        attained: Weighted tokens so far.
+        live: How many of its requests have not ended.
+        waiting: Those that wait, by number.
+    """
 
     limit: float
     level: int = 0
     attained: float = 0.0
     live: int = 0
+    waiting: dict[int, RequestView] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -55,6 +65,8 @@ class Program:
             raise ConfigError("program: output_weight must be above 0 and forget_s at least 0")
         self._patience = Patience(self.age_steps)
         self._roster = Roster()
+        self._ranking = Ranking()
+        self._demoted: list[_Account] = []  # since the last order
         self._programs: dict[str, _Account] = {}
         self._accounts: dict[int, _Account] = {}  # by request
         self._ended: list[int] = []  # requests whose last step is not reported yet
@@ -65,11 +77,21 @@ class Program:
         """By level of their programs, then by arrival."""
         self._forget(view.now)
         accounts = self._accounts
-        self._patience.admitted(self._roster.left(waiting))
+        gone = self._roster.left(waiting)
+        self._patience.admitted(gone)
+        for number in gone:
+            self._unrank(number)
         for request in self._roster.newcomers(waiting):
             if request.number not in accounts:
                 self._open(request)
-        ranked = sorted(waiting, key=lambda request: accounts[request.number].level)
+            account = accounts[request.number]
+            account.waiting[request.number] = request
+            self._ranking.put(request, account.level)
+        for account in self._demoted:
+            for request in account.waiting.values():
+                self._ranking.put(request, account.level)
+        self._demoted.clear()
+        ranked = self._ranking.among(self._roster.numbers)
         return self._roster.serve(self._patience.order(ranked, waiting, view), waiting)
 
     def on_submit(self, request: RequestView) -> None:
@@ -87,6 +109,8 @@ class Program:
             account = accounts.get(number)
             if account is not None:
                 account.attained += tokens
+                if account.attained > account.limit:
+                    self._demoted.append(account)
                 while account.attained > account.limit:
                     account.level += 1
                     account.limit *= self.growth
@@ -97,6 +121,7 @@ class Program:
     def on_finish(self, request: RequestView) -> None:
         """Forget the request after the next report, which counts its last step; its program later."""
         self._roster.forget(request)
+        self._unrank(request.number)
         account = self._accounts.get(request.number)
         if account is None:
             return
@@ -104,6 +129,13 @@ class Program:
         account.live -= 1
         if request.program_id is not None and not account.live:
             self._left[request.program_id] = None
+
+    def _unrank(self, number: int) -> None:
+        """It waits no more."""
+        self._ranking.forget(number)
+        account = self._accounts.get(number)
+        if account is not None:
+            account.waiting.pop(number, None)
 
     def _forget(self, now: float) -> None:
         """Drop programs that have been without requests for long."""
