@@ -15,6 +15,7 @@ from .contract import EMPTY_INTS, Executor, IntArray, PrefillChunk, RowJoin, Ste
 from .errors import RequestTooLargeError
 from .placement import Placement
 from .policy import EngineView, PrefillBudget
+from .recorder import Recorder
 from .request import Request
 from .service import StepService, output_by_tenant
 from .state import ControlState, InFlight, PlannedChunk
@@ -71,8 +72,7 @@ class Planner:
         """Submit plans until ``depth`` are in flight or nothing is runnable."""
         state = self._state
         while state.outstanding < self._limit and state.mode != "frozen":
-            with state.working("planner", "plan"):
-                plan = self.build()
+            plan = self.build() if state.recorder is None else self._recorded(state.recorder)
             if plan is None:
                 return
             self._executor.submit(plan)
@@ -80,6 +80,10 @@ class Planner:
                 self._watch.set()
             if state.pool.free < self._low_pages:
                 self._evict.set()
+
+    def _recorded(self, recorder: Recorder) -> StepPlan | None:
+        with recorder.working("planner", "plan"):
+            return self.build()
 
     def build(self) -> StepPlan | None:
         """The next plan, or ``None`` if nothing is runnable."""
