@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -14,7 +15,6 @@ from torch import Tensor
 from asyncsched import Backend, EngineConfig
 from asyncsched.gpu.cuda.device import Device
 from asyncsched.gpu.cuda.executor import CudaExecutor
-from asyncsched.gpu.cuda.support import release_device_memory
 from asyncsched.gpu.models.decoder_config import DecoderConfig
 
 from .loaded import Loaded, Reusable
@@ -120,7 +120,8 @@ class Lab:
         if self._loaded is not None:
             self._loaded.reusable.shut_down()
             self._loaded = None
-        release_device_memory()
+        gc.collect()  # an engine is a circle of references
+        self.device.free_memory()  # gives back what torch keeps
 
     def copy_bandwidth(self) -> float:
         """Bytes per second that a large copy on the device reads and writes, together."""

@@ -69,7 +69,7 @@ def _load_on(device: Device, config: EngineConfig) -> Backend:
     from ..pool import page_bytes, pool_pages
     from .executor import CudaExecutor
     from .launcher import Launcher
-    from .support import check_model, release_device_memory
+    from .support import check_model
 
     with open_checkpoint(config, float16=True) as checkpoint:
         checkpoint.device = device.torch_device
@@ -86,7 +86,6 @@ def _load_on(device: Device, config: EngineConfig) -> Backend:
             )
 
         needed = device.peak_memory(try_out)
-        release_device_memory()
         pages = pool_pages(config, model.max_model_len, size, max(device.free_memory() - needed, 0), _SHARE)
         pools = _pools(model, pages, config.page_size, device)
         launcher = Launcher(model, limits(pages), device, pools, graphs=config.cuda_graphs)

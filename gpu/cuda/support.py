@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from ...errors import UnsupportedModelError
 from ..models.decoder_config import DecoderConfig
 from .device import check_memory
+from .kernels.pool_shape import check_head_dim
 
 if TYPE_CHECKING:
     from ..loading.checkpoint import Checkpoint
-
-_WIDEST = 256
 
 
 def check_model(checkpoint: Checkpoint, free: int) -> None:
@@ -30,11 +26,7 @@ def check_model(checkpoint: Checkpoint, free: int) -> None:
     config = _decoder_config(checkpoint.config)
     if config is None:
         return
-    if config.head_dim % 8 or config.head_dim > _WIDEST:
-        raise UnsupportedModelError(
-            f"{checkpoint.name}: the CUDA kernels compute heads of up to {_WIDEST} dimensions, in multiples of 8, "
-            f"not {config.head_dim}; use device='cpu'"
-        )
+    check_head_dim(config.head_dim)
     check_memory(f"the weights of {checkpoint.name}", parameters(config) * checkpoint.dtype.itemsize, free)
 
 
@@ -56,13 +48,6 @@ def parameters(config: DecoderConfig) -> int:
     layer = config.hidden * (projections + 3 * config.intermediate + 2)
     tables = (1 if config.tied else 2) * config.vocab_size * config.hidden
     return len(config.windows) * layer + tables + config.hidden
-
-
-def release_device_memory() -> None:
-    """Give what nobody refers to back to the device."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _decoder_config(config: Mapping[str, Any]) -> DecoderConfig | None:

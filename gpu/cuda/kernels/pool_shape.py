@@ -33,10 +33,7 @@ class PoolShape:
                 f"the CUDA kernels compute bfloat16, float16 and float32, not {k_pool.dtype}; choose another dtype"
             )
         _, kv_heads, page_size, head_dim = k_pool.shape
-        if head_dim % 8 or not 8 <= head_dim <= _WIDEST:
-            raise UnsupportedModelError(
-                f"the CUDA kernels compute heads of up to {_WIDEST} dimensions, in multiples of 8, not {head_dim}"
-            )
+        check_head_dim(head_dim)
         if v_pool.shape != k_pool.shape or v_pool.dtype != k_pool.dtype:
             raise misfit(f"keys {tuple(k_pool.shape)} and values {tuple(v_pool.shape)} of the pool, or their types")
         if not (k_pool.is_contiguous() and v_pool.is_contiguous()):
@@ -62,6 +59,18 @@ class PoolShape:
         if out.shape != (tokens, heads * head_dim) or not out.is_contiguous():
             raise misfit(f"output {tuple(out.shape)} for queries {tuple(q.shape)}; it must be contiguous")
         return heads // self.kv_heads
+
+
+def check_head_dim(head_dim: int) -> None:
+    """The width of a head must be one that the kernels compute.
+
+    Raises:
+        UnsupportedModelError: it is another.
+    """
+    if head_dim % 8 or not 8 <= head_dim <= _WIDEST:
+        raise UnsupportedModelError(
+            f"the CUDA kernels compute heads of up to {_WIDEST} dimensions, in multiples of 8, not {head_dim}; use device='cpu'"
+        )
 
 
 def check_integers(**tensors: torch.Tensor) -> None:
